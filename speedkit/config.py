@@ -61,12 +61,7 @@ def settings(cls: type[T]) -> type[T]:
     model.__init__ = __init__
     model.__repr__ = _in_python
     model._repr_html_ = _in_html
-    _document(model)
-    return model
-
-
-def _document(model: Any) -> None:
-    """Let `help` and Shift-Tab show each field with its values, default and help; pydantic shows objects of its own."""
+    # Let `help` and Shift-Tab show each field with its values, default and help; pydantic shows objects of its own.
     hints = typing.get_type_hints(model)  # without what pydantic is told beside the type
     parameters = []
     for name, field in model.__pydantic_fields__.items():
@@ -74,6 +69,7 @@ def _document(model: Any) -> None:
         parameters.append(parameter.replace(annotation=hints[name]))
         model.__doc__ += f"\n{name}: {' '.join(field.description.split())}"
     model.__signature__ = inspect.Signature(parameters)
+    return model
 
 
 def _changed(instance: Any) -> dict[str, Any]:

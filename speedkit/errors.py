@@ -3,7 +3,8 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 SO_FAR = "`so_far` of this error has what there was (in a notebook: import sys; sys.last_value.so_far)"
@@ -53,6 +54,19 @@ def stop_in_words() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted("stopped by SIGINT before there was a result", signal.SIGINT) from None
+
+
+@contextlib.contextmanager
+def answered_by(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[None]:
+    """Let `handler` answer the signals `numbers`; nothing changes in any but the main thread, which alone gets them."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 class BadItem(SpeedkitError):

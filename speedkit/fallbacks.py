@@ -3,16 +3,14 @@
 import dataclasses
 import os
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speedkit.data.own_loader import own_settings
 from speedkit.display import table
 from speedkit.errors import PlanError
 from speedkit.machine import Hardware, this_machine
 from speedkit.plan import CUDA_GRAPHS, TUNED, Plan, as_plan
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Workload
 
 # Field, value, the capability of `Hardware.supports` that it takes, and what it falls back to without. In this order:
 # what comes instead may be in a later row.
@@ -123,7 +121,7 @@ def resolve(
     hardware: Hardware | None = None,
     strict: bool = False,
     *,
-    workload: "Workload | None" = None,
+    workload: Workload | None = None,
     batch_size: int | None = None,
 ) -> EffectivePlan:
     """Return the plan that `hardware` (and the data of `workload`) can honour, and why not for each field it cannot.
@@ -137,8 +135,7 @@ def resolve(
     check_ranks(plan, hardware)
     effective = EffectivePlan(plan, plan)
     if workload is not None and workload.own_loader is not None:
-        settings = own_settings(workload.own_loader.loader, plan)
-        effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
+        effective.plan = dataclasses.replace(plan, **own_settings(workload.own_loader.loader, plan))
     # In this order: what a field falls back to is looked at by the rules after it.
     machine_rules(effective, hardware)
     if workload is not None:
@@ -184,7 +181,7 @@ def machine_rules(effective: EffectivePlan, hardware: Hardware) -> None:
         effective.fall_back("pin_memory", True, why, lost=False)
 
 
-def data_rules(effective: EffectivePlan, workload: "Workload", hardware: Hardware) -> None:
+def data_rules(effective: EffectivePlan, workload: Workload, hardware: Hardware) -> None:
     """Leave of `effective` what the items of `workload`, or its author's loader, can be."""
     if workload.own_loader is not None:
         for field, instead, why in workload.own_loader.rules():

@@ -88,15 +88,9 @@ def claim_folder(folder: str | Path, kind: str, resume: bool = False) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def folder_held(folder: Path) -> Iterator[None]:
-    """Keep other runs out of `folder`. Raises UsageError where another one goes on in it."""
-    lock = FileLock(folder / ".lock")
+def folder_held(folder: Path) -> contextlib.AbstractContextManager:
+    """Keep other runs out of `folder` until the context ends. Raises UsageError where another one goes on in it."""
     try:
-        lock.acquire(timeout=0)
+        return FileLock(folder / ".lock").acquire(timeout=0)
     except Timeout:
         raise UsageError(f"another run goes on in {folder}: wait for its end, or name another by out=") from None
-    try:
-        yield
-    finally:
-        lock.release()

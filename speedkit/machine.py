@@ -262,7 +262,15 @@ def _facts(device: torch.device) -> Hardware:
     gpu: dict[str, Any] = {}
     if device.type == "cuda":
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"  # as triton.runtime.build
-        gpu = _gpu_facts(device)
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_count": torch.cuda.device_count(),
+            "gpu_memory_bytes": properties.total_memory,
+            "driver": nvidia_driver()[0],
+        }
+        if not torch.version.hip:
+            gpu["compute_capability"] = (properties.major, properties.minor)
     return Hardware(
         device=device,
         cpu=cpu.get("cpu_name") or platform.processor() or platform.machine(),
@@ -279,19 +287,6 @@ def _facts(device: torch.device) -> Hardware:
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         **gpu,
     )
-
-
-def _gpu_facts(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    facts = {
-        "gpu": properties.name,
-        "gpu_count": torch.cuda.device_count(),
-        "gpu_memory_bytes": properties.total_memory,
-        "driver": nvidia_driver()[0],
-    }
-    if not torch.version.hip:
-        facts["compute_capability"] = (properties.major, properties.minor)
-    return facts
 
 
 def _installed(package: str) -> bool:

@@ -16,6 +16,11 @@ from speedkit.errors import BadItem, UsageError
 from speedkit.recipe import Recipe
 from speedkit.workload import Batch, Loss, Workload, right_class
 
+ModelOrMaker = nn.Module | Callable[[], nn.Module]
+OfOutputs = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets
+Step = Callable[[nn.Module, Any], Tensor]  # model, batch -> loss
+Evaluate = Callable[[nn.Module], float]
+
 
 @dataclasses.dataclass(eq=False)
 class Sample:
@@ -28,13 +33,13 @@ class Sample:
 
 
 def from_dataset(
-    model: nn.Module | Callable[[], nn.Module],
+    model: ModelOrMaker,
     train: Any,
     test: Any,
     *,
     validation: Any = (),
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-    score: Callable[[Tensor, Tensor], Tensor] | None = None,
+    loss: OfOutputs = F.cross_entropy,
+    score: OfOutputs | None = None,
     recipe: Recipe | None = None,
     name: str = "yours",
     **others: Any,
@@ -76,15 +81,13 @@ def from_dataset(
     )
 
 
-def batch_loss(
-    model: nn.Module, batch: Batch, recipe: Recipe, *, loss: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def batch_loss(model: nn.Module, batch: Batch, recipe: Recipe, *, loss: OfOutputs) -> tuple[Tensor, Tensor]:
     """Return `loss` of the outputs and targets of a batch, and the outputs."""
     outputs = model(batch.inputs)
     return loss(outputs, batch.targets), outputs
 
 
-def batch_score(outputs: Tensor, batch: Batch, *, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def batch_score(outputs: Tensor, batch: Batch, *, score: OfOutputs) -> Tensor:
     """Return `score` of the outputs and targets of a batch [B]."""
     return score(outputs, batch.targets)
 
@@ -94,7 +97,7 @@ def samples_of(data: Any, side: str) -> list[Sample]:
     return [Sample(f"{side}/{index}", data, index) for index in range(len(data))]
 
 
-def own_model(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def own_model(model: ModelOrMaker) -> Callable[[], nn.Module]:
     """Return what makes a model for each training: a module is copied."""
     if isinstance(model, nn.Module):
         return functools.partial(copy.deepcopy, model)
@@ -102,12 +105,12 @@ def own_model(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Mod
 
 
 def from_loader(
-    model: nn.Module | Callable[[], nn.Module],
+    model: ModelOrMaker,
     loader: Any,
-    step: Callable[[nn.Module, Any], Tensor],
+    step: Step,
     *,
     test: Any = None,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     recipe: Recipe | None = None,
     name: str = "yours",
     **others: Any,
@@ -135,8 +138,12 @@ def from_loader(
     elif test is not None:
         metric = "test loss"
         tested = loader_items(test)
-    fields: dict[str, Any] = {"metric": metric, "higher_is_better": evaluate is not None, "margin": None}
-    fields["cacheable"] = False
+    fields: dict[str, Any] = {
+        "metric": metric,
+        "higher_is_better": evaluate is not None,
+        "margin": None,
+        "cacheable": False,
+    }
     return Workload(
         name,
         dataclasses.replace(recipe, batch_size=train.batch_size),
@@ -152,7 +159,7 @@ def from_loader(
     )
 
 
-def own_loss(step: Callable[[nn.Module, Any], Tensor], evaluate: Callable[[nn.Module], float] | None) -> Loss:
+def own_loss(step: Step, evaluate: Evaluate | None) -> Loss:
     """Return the loss of a workload by its author's `step`, and in evaluation what `evaluate` says of the model."""
 
     def batch_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, Tensor]:

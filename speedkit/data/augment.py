@@ -1,17 +1,13 @@
 """Augmentation of a batch on its device: every sample has its own draws from the given generator."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator
 
-from speedkit.data.batch import Batch
 from speedkit.errors import UsageError
 from speedkit.recipe import Recipe
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Batch, Workload
 
 
 def seed_step(generator: Generator, seed: int, step: int) -> None:
@@ -19,7 +15,7 @@ def seed_step(generator: Generator, seed: int, step: int) -> None:
     generator.manual_seed(seed * 1_000_003 + step)
 
 
-def augment_batch(batch: Batch, workload: "Workload", recipe: Recipe, *, step: int, generator: Generator) -> Batch:
+def augment_batch(batch: Batch, workload: Workload, recipe: Recipe, *, step: int, generator: Generator) -> Batch:
     """Return `batch`, tensors [B, ...], augmented for step number `step` (0-based)."""
     if workload.augment is not None or recipe.mixup:
         seed_step(generator, recipe.seed, step)

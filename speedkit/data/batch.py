@@ -1,10 +1,11 @@
 """What a step learns from: the tensors of some samples."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, register_pytree_node, tree_leaves, tree_map_only
 
@@ -62,6 +63,13 @@ def take_apart(mapping: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
 def put_together(kind: Callable[[dict[Any, Any]], Any], values: Iterable[Any], keys: Iterable[Any]) -> Any:
     """Return the mapping that `take_apart` took apart."""
     return kind(dict(zip(keys, values, strict=True)))
+
+
+def stacked(targets: Sequence[Any]) -> Tensor:
+    """Return the targets of samples, tensors or numbers, as one tensor [N, ...]."""
+    if isinstance(targets[0], Tensor):
+        return torch.stack(tuple(targets))
+    return torch.tensor(targets)
 
 
 def map_batch(batch: Batch | OwnBatch, function: Callable[[Tensor], Tensor]) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from speedkit.errors import BadItem, DataError, SpeedkitError
+from speedkit.errors import BadItem, DataError, SpeedkitError, answered_by
 from speedkit.plan import Plan
 
 CHECK_S = 5.0  # from one look at what the workers do to the next
@@ -108,10 +108,6 @@ class HangDetector:
     hung: str = ""  # in words, once they were killed
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def start(self) -> None:
-        """Begin to look at them; `ended` is the end of it."""
-        threading.Thread(target=self.look, daemon=True).start()
-
     def wait_for(self, make: Callable[[], Any]) -> Any:
         """Return what `make` waits for the workers to do. Raises DataError when they hang."""
         self.waiting = True
@@ -125,7 +121,7 @@ class HangDetector:
             self.waiting = False
 
     def look(self) -> None:
-        """Kill the workers when they hang."""
+        """Kill the workers when they hang; `ended` is the end of it."""
         idle_s = 0.0
         before: list[Any] = []
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
@@ -148,7 +144,7 @@ def epoch_of(
     """Yield the batches of an epoch of `loader`; the `detector` looks at its workers, but where it has a timeout."""
     detector.processes = workers_of(getattr(loader, "_iterator", None))  # persistent ones
     if getattr(loader, "num_workers", 0) and not getattr(loader, "timeout", 0):
-        detector.start()
+        threading.Thread(target=detector.look, daemon=True).start()
     try:
         batches = detector.wait_for(functools.partial(begin, loader))
         detector.processes = workers_of(batches)
@@ -254,16 +250,11 @@ def stops_held_back() -> Iterator[None]:
     What another thread has got is put off, too: Python would drop what a handler raises in the middle of a fork.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    handlers: dict[int, Any] = {}
     came: list[int] = []
-    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-        for stop in STOPS:
-            handlers[stop] = signal.signal(stop, lambda number, _frame: came.append(number))
     try:
-        yield
+        with answered_by(lambda number, _frame: came.append(number), STOPS):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in came[:1]:
             signal.raise_signal(number)

@@ -7,54 +7,34 @@ computed again, in place. Other parameters, code or library versions mean anothe
 import contextlib
 import math
 import os
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
-from torch.utils.data import default_collate
-from tqdm.auto import tqdm
-from xxhash import xxh3_64_intdigest
 
-from speedkit.data.batch import Batch
-from speedkit.data.batches import BatchLoader, BatchMaker, item_name
-from speedkit.data.cache_files import (
-    ENTRY,
-    HEADER,
-    INDEX,
-    VALUES,
-    add_items,
-    fingerprint,
-    item_key,
-    mapped,
-    new_index,
-    read_index,
-)
-from speedkit.data.cache_in_memory import CacheInMemory, labelled, rows_on_device
-from speedkit.errors import BadItem, SpeedkitError, TooManyBad
+from speedkit.data.cache_files import fingerprint
+from speedkit.data.cache_in_memory import CacheInMemory, rows_on_device
+from speedkit.data.cache_on_disk import FeatureCache
+from speedkit.errors import SpeedkitError
 from speedkit.machine import MEMORY_SHARE, cache_root, free_bytes, this_machine
 from speedkit.plan import Plan
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Workload
 
 PARTS = "parts"  # of a cache that several machines compute
 WAIT_S = 3.0  # for another process, until it is told of
 
 
 def open_cache(
-    workload: "Workload",
+    workload: Workload,
     items: Sequence[Any],
     plan: Plan,
     *,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> "FeatureCache | CacheInMemory":
+) -> FeatureCache | CacheInMemory:
     """Return the cache of `items` that `plan` asks for, with `options` of build_cache.
 
     In memory it takes up to half of what is free there; a larger one stays on disk.
@@ -74,14 +54,14 @@ def open_cache(
 
 
 def build_cache(
-    workload: "Workload",
+    workload: Workload,
     items: Sequence[Any],
     plan: Plan,
     *,
     cache_dir: str | Path | None = None,
     progress: bool = False,
     workers: int | None = None,
-) -> "FeatureCache":
+) -> FeatureCache:
     """Return the cache of `items` on disk; entries that are missing or changed are computed first.
 
     What lies in caches of some of the items, in PARTS of the folder, is taken from there instead. `workers` processes
@@ -115,229 +95,10 @@ def building(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / ".lock")
     builder = folder / ".builder"
     try:
-        lock.acquire(timeout=WAIT_S)
+        held = lock.acquire(timeout=WAIT_S)
     except Timeout:
         warnings.warn(f"waiting for process {builder.read_text()}, which builds the cache in {folder}", stacklevel=4)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         builder.write_text(str(os.getpid()))
         yield
-    finally:
-        lock.release()
-
-
-class FeatureCache:
-    """The entries of a list of items on disk, gathered into batches; each is compared with its checksum at first.
-
-    `why` is a sentence for the user. `usable` [N] tells which items have an entry, `bad` (path -> why) names the
-    others. `built` entries have been computed in `build_s` seconds to open it.
-    """
-
-    where = "disk"
-
-    def __init__(self, workload: "Workload", items: Sequence[Any], plan: Plan, *, folder: Path):
-        self.items = items
-        self.folder = folder
-        self.bad: dict[str, str] = {}
-
-        # How an entry is computed, and the number format in which it is kept.
-        self.load = workload.load_by(plan.decoder)
-        if plan.cache_of == "waveform":
-            self.features = None
-            self.dtype = np.dtype(workload.kept_as)
-        else:
-            self.features = workload.features
-            self.dtype = np.dtype(plan.cache_dtype)
-        self.torch_dtype = getattr(torch, self.dtype.name)
-
-        # Where each item's entry is: its row in the index, its first value in the file, and how long it is.
-        found = read_index(folder)
-        if found is None:
-            found = self._first_shape(), np.zeros(0, ENTRY)
-            new_index(folder, found[0])
-        self.shape, rows = found
-        self.varies = workload.length is not None
-        if workload.length is None:
-            self.lengths = np.full(len(items), self.shape[-1])  # [N] the last dimension of each entry
-        else:
-            self.lengths = np.fromiter(map(workload.length, items), np.int64, len(items))
-        sizes = self.lengths * math.prod(self.shape[:-1]) * self.dtype.itemsize  # [N] bytes
-        self.key = np.fromiter(map(item_key, items, sizes.tolist()), np.uint64, len(items))
-        self.row = add_items(folder / INDEX, rows, keys=self.key, sizes=sizes)
-        self.entry_count = ((folder / INDEX).stat().st_size - HEADER.itemsize) // ENTRY.itemsize
-        self._map()
-        ends = np.cumsum(self.index["size"])[self.row]
-        self.begin = (ends - sizes) // self.dtype.itemsize
-        self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
-
-        # What comes along with the inputs of a batch.
-        self.labels: dict[str, Any] = {"targets": default_collate(list(map(workload.target, items)))}
-        if self.varies:
-            self.labels["lengths"] = torch.from_numpy(self.lengths)
-
-    __repr__ = CacheInMemory.__repr__
-
-    # Loader processes map the files themselves.
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("index", "values")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._map()
-
-    def _map(self) -> None:
-        self.index = mapped(self.folder / INDEX, ENTRY, self.entry_count, offset=HEADER.itemsize)
-        values = int(self.index["size"].sum()) // self.dtype.itemsize
-        self.values = mapped(self.folder / VALUES, self.dtype, values)
-
-    def _first_shape(self) -> tuple[int, ...]:
-        """Return the shape of the first entry that can be computed."""
-        bad = {}
-        for item in self.items:
-            try:
-                return self._compute(item).shape
-            except BadItem as error:
-                bad[error.path] = error.why
-        raise TooManyBad(bad, len(self.items))
-
-    def check_size(self) -> None:
-        """Raise SpeedkitError where a file was cut after it was mapped: reading it there would be a SIGBUS."""
-        for array in (self.index, self.values):
-            file: Any = array.base
-            if file._mmap.size() < file.offset + file.nbytes:
-                raise SpeedkitError(f"a file of the cache in {self.folder} was cut: start again, and it is made whole")
-
-    def take_over(self, part: Path) -> None:
-        """Copy entries that are missing here, and whole there, from another cache of some of the items."""
-        found = read_index(part)
-        if found is None or not found[1]["checksum"].any():
-            return
-        rows = found[1]
-        ends = np.cumsum(rows["size"]).tolist()
-        values = mapped(part / VALUES, np.dtype(np.uint8), ends[-1])
-        places = {key: index for index, key in enumerate(self.key.tolist())}
-        missing = self._committed() == 0
-        for row in np.flatnonzero(rows["checksum"]).tolist():
-            key, size, _, checksum = rows[row].tolist()
-            index = places.get(key)
-            there = values[ends[row] - size : ends[row]]
-            if index is not None and missing[index] and xxh3_64_intdigest(there.data, key) == checksum:
-                entry = self._entry(index)
-                entry[...] = there.view(self.dtype).reshape(entry.shape)
-                self.index["checksum"][self.row[index]] = checksum
-
-    def build(self, workers: int, progress: bool) -> None:
-        """Compute the entries that are missing."""
-        began_s = time.perf_counter()
-        missing = np.flatnonzero(self._committed() == 0).tolist()
-        parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
-        plan = Plan(workers=max(0, min(workers, len(parts) - 1)))  # to start them for a few would take longer
-        loader = BatchLoader(BatchMaker(self.items, self.write, tuple), parts, plan)
-        hidden = None if progress and parts else True  # None: a bar where a terminal or a notebook can show it
-        for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=hidden):
-            self.bad |= bad
-        self.build_s = time.perf_counter() - began_s
-        self.usable = self._committed() != 0
-        self.built = int(self.usable[missing].sum())
-        size = f"{self.values.nbytes / 1e6:.3g} MB"
-        self.why = f"cache=disk: {size}, {self.built} entries computed in {self.build_s:.2g} s"
-
-    def _committed(self) -> np.ndarray:
-        """Return the checksum of each item's entry [N], 0 where it is not computed."""
-        return self.index["checksum"][self.row]
-
-    def write(self, index: int) -> None:
-        """Compute and commit an entry. Raises BadItem."""
-        values = self._compute(self.items[index])
-        entry = self._entry(index)
-        entry[...] = values.reshape(entry.shape)  # raises ValueError for another shape: no value is repeated to fit
-        self.index["checksum"][self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
-
-    def _compute(self, item: Any) -> np.ndarray:
-        """Return the values of an item in the number format of the cache. Raises BadItem."""
-        exact = self.load(item)
-        if self.features is not None:
-            exact = self.features(exact)
-        if self.dtype == np.int16:
-            exact = (exact * 32768).round().clamp(-32768, 32767)
-        values = exact.to(self.torch_dtype)
-        if not (exact.isfinite().all() and values.isfinite().all()):
-            raise BadItem(item_name(item), f"its features hold NaN, infinity or numbers beyond {self.dtype}")
-        return values.contiguous().numpy(force=True)
-
-    def _entry(self, index: int) -> np.ndarray:
-        """Return an entry as it is mapped."""
-        shape = (*self.shape[:-1], self.lengths[index])
-        return self.values[self.begin[index] :][: math.prod(shape)].reshape(shape)
-
-    def gather(self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None) -> Batch:
-        """Return the batch of the usable items at `indices` [B] on `device`, in float32, without waiting for it.
-
-        Raises BadItem where a damaged entry can no longer be computed.
-        """
-        device = torch.device(device)
-        entries = self._read(indices.numpy(), page_locked=device.type == "cuda")
-        return labelled(entries.to(device, non_blocking=True), self.labels, indices)
-
-    def _read(self, indices: np.ndarray, page_locked: bool = False) -> Tensor:
-        """Return a copy [B, ...] of the entries at `indices` [B], padded with zeros."""
-        rows = self.row[indices]
-        entries: Sequence[np.ndarray] | np.ndarray
-        if self.varies:
-            longest = int(self.lengths[indices].max(initial=0))
-            shape = (len(indices), *self.shape[:-1], longest)
-            batch = torch.zeros(shape, dtype=self.torch_dtype, pin_memory=page_locked)
-            entries = [self._entry(index) for index in indices.tolist()]
-            for copy, entry in zip(batch.numpy(), entries, strict=True):
-                copy[..., : entry.shape[-1]] = entry
-        elif page_locked:
-            batch = torch.empty((len(indices), *self.shape), dtype=self.torch_dtype, pin_memory=True)
-            entries = self.values.reshape(-1, *self.shape).take(
-                rows, axis=0, out=batch.numpy(), mode="clip"
-            )  # "raise" would copy twice
-        else:
-            entries = self.values.reshape(-1, *self.shape)[rows]  # faster than `take` into an array made before
-            batch = torch.from_numpy(entries)
-        if not self.trusted[indices].all() and not self._verify(indices, entries):
-            return self._read(indices, page_locked)
-        return batch
-
-    def _verify(self, indices: np.ndarray, entries: Sequence[np.ndarray] | np.ndarray) -> bool:
-        """Compare entries with their checksums, and compute damaged ones again; return whether there were none.
-
-        This is done right after copying, while the processor's cache has them: there hashing costs least.
-        """
-        keys = self.key[indices].tolist()
-        checksums = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
-        damaged = np.unique(indices[np.array(checksums, np.uint64) != self._committed()[indices]])
-        if not len(damaged):
-            self.trusted[indices] = True
-            return True
-        warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
-        self.index["checksum"][self.row[damaged]] = 0
-        for index in damaged.tolist():
-            self.write(index)
-        return False
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape of all entries, each padded to the longest."""
-        return len(self.items), *self.shape[:-1], int(self.lengths.max())
-
-    def loaded(self, place: str, device: torch.device) -> "CacheInMemory":
-        """Return the cache with all entries in the memory of `device`, which the plan calls `place`."""
-        entries = torch.zeros(self.padded_shape, dtype=self.torch_dtype, device=device)
-        for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
-            batch = self._read(part)
-            entries[torch.from_numpy(part).to(device), ..., : batch.shape[-1]] = batch.to(device)
-        return CacheInMemory(
-            entries=entries,
-            labels={name: column.to(device) for name, column in self.labels.items()},
-            lengths=self.lengths if self.varies else None,
-            where=place,
-            why=self.why.replace("cache=disk", f"cache={place}"),
-            usable=self.usable,
-            bad=self.bad,
-            build_s=self.build_s,
-        )

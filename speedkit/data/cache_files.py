@@ -18,7 +18,7 @@ import os
 import pickle
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 
 from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Workload
 
 VALUES, INDEX = "values.bin", "index.bin"
 FORMAT = 2  # of these files: another one is another folder
@@ -39,7 +37,7 @@ VERSIONED = ("torch", "torchaudio", "torchvision", "numpy", "soundfile")  # some
 PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def fingerprint(workload: "Workload", plan: Plan) -> str:
+def fingerprint(workload: Workload, plan: Plan) -> str:
     """Return a hash of all that every entry depends on.
 
     Code counts as the whole file in which `load`, `features`, `length` or one of `sources` is defined; what these files

@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedkit.data.batch import Batch
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.data.batch import stacked
+from speedkit.workload import Batch, Workload
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,9 +31,8 @@ class CacheInMemory:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.usable):,} items, {self.why}>"
 
-    def gather(self, indices: Tensor, device: torch.device | str, *, on_device: Tensor | None = None) -> Batch:
+    def gather(self, indices: Tensor, device: torch.device, *, on_device: Tensor | None = None) -> Batch:
         """Return what FeatureCache.gather does; `on_device` are the same indices on the device."""
-        device = torch.device(device)
         entries = self.entries
         if self.lengths is not None:  # the host knows the longest: the device is not asked
             entries = entries[..., : int(self.lengths[indices.numpy()].max(initial=0))]
@@ -45,10 +42,10 @@ class CacheInMemory:
         return labelled(select(entries, places, device), self.labels, places)
 
 
-def rows_on_device(workload: "Workload", items: Sequence[Any], device: torch.device) -> CacheInMemory:
+def rows_on_device(workload: Workload, items: Sequence[Any], device: torch.device) -> CacheInMemory:
     """Return the `rows` of a workload, which are entries already, copied to the device."""
     rows = workload.rows[torch.as_tensor(items)]  # type: ignore[index]
-    targets = torch.tensor(list(map(workload.target, items)), device=device)
+    targets = stacked(list(map(workload.target, items))).to(device)
     return CacheInMemory(
         entries=rows.to(device),
         labels={"targets": targets},

@@ -3,25 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from speedkit.data.augment import seed_step
-from speedkit.data.batch import Batch, OwnBatch, map_batch
+from speedkit.data.batch import Batch, OwnBatch, map_batch, stacked
 from speedkit.data.batches import BatchLoader, BatchMaker, item_name
-from speedkit.data.cache import FeatureCache
 from speedkit.data.cache_in_memory import CacheInMemory
+from speedkit.data.cache_on_disk import FeatureCache
 from speedkit.data.own_loader import LoaderItems, LoaderSource
 from speedkit.data.prefetch import prefetched
 from speedkit.data.sampler import BatchSampler
 from speedkit.errors import SpeedkitError, check_bad_share
 from speedkit.plan import Plan
-
-if TYPE_CHECKING:
-    from speedkit.workload import Workload
+from speedkit.workload import Workload
 
 WAVEFORMS = 1 << 48  # added to the step that seeds changes of waveforms: those of features draw other numbers
 TENSOR_CORES = 32  # frames, of which the lengths of a GPU's buckets are multiples
@@ -46,8 +44,7 @@ def make_sample(
 def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batch:
     """Return the batch of samples (inputs, target), where lengths vary padded with zeros to the longest."""
     inputs = [sample[0] for sample in samples]
-    targets = [sample[1] for sample in samples]
-    labels = torch.stack(targets) if isinstance(targets[0], Tensor) else torch.tensor(targets)
+    labels = stacked([sample[1] for sample in samples])
     lengths = None
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in inputs])
@@ -58,7 +55,7 @@ def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batc
 
 
 def live_loader(
-    workload: "Workload", items: Sequence[Any], plan: Plan, *, sampler: BatchSampler
+    workload: Workload, items: Sequence[Any], plan: Plan, *, sampler: BatchSampler
 ) -> BatchLoader | LoaderSource:
     """Return what makes the batches of `sampler` from their items."""
     if isinstance(items, LoaderItems):
@@ -84,7 +81,7 @@ class BatchStream:
 
     def __init__(
         self,
-        workload: "Workload",
+        workload: Workload,
         items: Sequence[Any],
         plan: Plan,
         *,

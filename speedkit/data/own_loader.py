@@ -193,9 +193,11 @@ class LoaderSource:
                 torch.set_rng_state(state)
                 batch = next(self.batches, END)
                 state = torch.get_rng_state()
-            if batch is END and number == 0:
-                raise UsageError("the loader ends before its first batch: for each epoch it has to give all of them")
             if batch is END:
+                if number == 0:
+                    raise UsageError(
+                        "the loader ends before its first batch: for each epoch it has to give all of them"
+                    )
                 break
             if number >= self.sampler.start:
                 yield own_batch(batch), {}

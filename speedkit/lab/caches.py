@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from speedkit.data.cache import PARTS, FeatureCache, build_cache
+from speedkit.data.cache import PARTS, build_cache
 from speedkit.data.cache_files import ENTRY, HEADER, INDEX, VALUES, mapped, read_index, size_of
+from speedkit.data.cache_on_disk import FeatureCache
 from speedkit.errors import UsageError
 from speedkit.plan import Plan
 from speedkit.workload import Workload

@@ -56,18 +56,19 @@ def _options(plan: Plan, workload: Workload | None, *, on_gpu: bool) -> dict[str
     Of the few of buckets each gets a graph, but in blocks, whose point is little to compile.
     """
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    options: dict[str, Any] = {"backend": BACKEND, "mode": plan.compile}
     if workload is None or workload.own_loader is not None:  # somebody's own batches, of unknown shapes
-        return {"backend": BACKEND, "mode": plan.compile}
+        return options
     fixed = plan.bucket and (plan.compile_scope == "model" or plan.compile in TUNED)
     if workload.length is None or (fixed and not on_gpu):
-        return {"backend": BACKEND, "mode": plan.compile, "dynamic": False}
+        return options | {"dynamic": False}
     # On a CPU Inductor stores what convolutions come from or lead to as NHWC, attention's heads too. AOTAutograd hands
     # such changed strides to the backward pass as numbers, those of the length that was traced: any other length ends
     # in an AssertionError. On CUDA dynamic shapes keep their layout (https://github.com/pytorch/pytorch/pull/99773,
     # https://github.com/pytorch/pytorch/issues/102670); fixed ones do not: where rows of attention's mask are padded
     # to a multiple of 8, they are no longer contiguous, and its backward pass raises.
-    options = torch._inductor.list_mode_options(plan.compile) | {"layout_optimization": False}
-    return {"backend": BACKEND, "options": options, "dynamic": False if fixed else None}
+    layout_kept = torch._inductor.list_mode_options(plan.compile) | {"layout_optimization": False}
+    return {"backend": BACKEND, "options": layout_kept, "dynamic": False if fixed else None}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from speedkit.data.batches import STOPS
-from speedkit.errors import SO_FAR, DataError, Interrupted, stop_in_words
+from speedkit.errors import SO_FAR, DataError, Interrupted, answered_by, stop_in_words
 from speedkit.files import finite, write_json, write_quarantine
 from speedkit.machine import peak_ram_bytes
 from speedkit.plan import Plan
@@ -151,21 +150,15 @@ def finish(run: TrainingRun) -> History:
 @contextlib.contextmanager
 def stop_on_signal(run: TrainingRun) -> Iterator[None]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a request to stop after the step in progress."""
+    heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
 
     def request(number: int, _frame: Any) -> None:
         if run.position.stop and not run.ranks.several:  # the second one stops at once
             raise KeyboardInterrupt
         run.position.stop = number
 
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-        heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-        handlers = {number: signal.signal(number, request) for number in heard}
-    try:
+    with answered_by(request, heard):
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

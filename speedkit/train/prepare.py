@@ -99,9 +99,8 @@ def plan_for_loop(
     plan: Plan, optimizer: Optimizer, loader: DataLoader, *, hardware: Hardware, seconds: float
 ) -> EffectivePlan:
     """Return what `plan` becomes in somebody's own loop, for its parts and on this machine; nothing is changed yet."""
-    fused = all(group.get("fused") for group in optimizer.param_groups)
     settings = own_loader.own_settings(loader, plan)
-    settings["fused_optimizer"] = plan.fused_optimizer or fused
+    settings["fused_optimizer"] = plan.fused_optimizer or is_fused(optimizer)
     effective = EffectivePlan(plan, dataclasses.replace(plan, **settings))
     for field, value, why in rules_of_loop(effective.plan, optimizer, loader, hardware=hardware, seconds=seconds):
         effective.fall_back(field, value, why)
@@ -110,6 +109,11 @@ def plan_for_loop(
         effective.fall_back("cache", "ram", why, lost=False)
     effective.add(*resolve(effective.plan, hardware).fallbacks)
     return effective
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether all weights are updated in one kernel already."""
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def rules_of_loop(
@@ -124,8 +128,7 @@ def rules_of_loop(
         yield "precision", "default", "float16 needs a loss that your loop scales by torch.amp.GradScaler"
     yield from own_loader.rules_of_loader(loader)
     if not isinstance(optimizer, SGD | Adam | AdamW) or optimizer.state:
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        yield "fused_optimizer", fused, "SGD, Adam and AdamW have a fused form, before their first step"
+        yield "fused_optimizer", is_fused(optimizer), "SGD, Adam and AdamW have a fused form, before their first step"
     if plan.compile in CUDA_GRAPHS:
         yield "compile", "default", "CUDA graphs write over gradients and outputs that your loop may keep"
     takes_s = compile.COMPILING_S[hardware.device.type]

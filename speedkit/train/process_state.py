@@ -27,7 +27,9 @@ def process_state_kept(device: torch.device) -> Iterator[None]:
         keep_switches(kept)
         kept.callback(set_threads, None)
         for name in VARIABLES:
-            kept.callback(set_variable, name, os.environ.get(name))
+            if name in os.environ:
+                kept.callback(os.environ.update, {name: os.environ[name]})
+            kept.callback(os.environ.pop, name, None)  # before that: the last callback comes first
         yield
 
 
@@ -57,11 +59,3 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
     elif own_threads:
         torch.set_num_threads(own_threads.pop())
-
-
-def set_variable(name: str, value: str | None) -> None:
-    """Give the environment variable `name` the `value`; None: there is no such variable."""
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value

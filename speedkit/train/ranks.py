@@ -23,20 +23,18 @@ from speedkit.train.optimizer import restore_optimizer
 from speedkit.train.precision import Precision
 
 
-def local_device(plan: Plan, device: str | torch.device) -> str | torch.device:
-    """Return the device of this process: of several ranks on GPUs, each takes its own."""
-    if plan.ranks > 1 and "LOCAL_RANK" in os.environ and torch.cuda.is_available() and str(device) in ("auto", "cuda"):
+def local_device(device: str | torch.device) -> str | torch.device:
+    """Return the device of this process: of those that torchrun starts on GPUs, each takes its own."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available() and str(device) in ("auto", "cuda"):
         return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     return device
 
 
-def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks":
-    """Return this process's part in a run. Raises PlanError where there are fewer processes than ranks, or more."""
-    if plan.ranks == 1:
-        return Ranks(plan, recipe, device)
-    if int(os.environ.get("WORLD_SIZE", 1)) != plan.ranks:
-        how = f"`speedkit train WORKLOAD --ranks {plan.ranks}` or `torchrun --nproc-per-node {plan.ranks} SCRIPT`"
-        raise PlanError(f"ranks={plan.ranks} takes as many processes: start them by {how}")
+def join(count: int, device: torch.device) -> int:
+    """Return which of `count` ranks this process is. Raises PlanError where there are fewer processes, or more."""
+    if int(os.environ.get("WORLD_SIZE", 1)) != count:
+        how = f"`speedkit train WORKLOAD --ranks {count}` or `torchrun --nproc-per-node {count} SCRIPT`"
+        raise PlanError(f"ranks={count} takes as many processes: start them by {how}")
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -44,7 +42,7 @@ def join(plan: Plan, recipe: Recipe, device: torch.device) -> "Ranks":
         backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, device_id=gpu)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return Ranks(plan, recipe, device)
+    return dist.get_rank()
 
 
 class Ranks:
@@ -53,7 +51,7 @@ class Ranks:
     def __init__(self, plan: Plan, recipe: Recipe, device: torch.device):
         self.count = plan.ranks
         self.several = self.count > 1
-        self.rank = dist.get_rank() if self.several else 0
+        self.rank = join(self.count, device) if self.several else 0
         self.first = self.rank == 0  # which speaks and writes for all
         self.device = device
         self.sharded = self.several and plan.strategy == "fsdp"

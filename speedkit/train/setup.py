@@ -21,7 +21,7 @@ from speedkit.errors import PlanError, SpeedkitError
 from speedkit.fallbacks import EffectivePlan, Fallback, resolve
 from speedkit.files import claim_folder, folder_held, write_text
 from speedkit.machine import this_machine
-from speedkit.plan import Plan, as_plan
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, memory
 from speedkit.train.checkpoint_file import CheckpointWriter
@@ -32,7 +32,7 @@ from speedkit.train.optimizer import build_optimizer
 from speedkit.train.precision import Precision
 from speedkit.train.process_state import process_state_kept
 from speedkit.train.progress import Progress, wanted
-from speedkit.train.ranks import Ranks, join, local_device
+from speedkit.train.ranks import Ranks, local_device
 from speedkit.train.run import ALL, Data, Learner, Position, Reporting, TrainingRun
 from speedkit.workload import Batch, Workload
 
@@ -60,15 +60,14 @@ def setup_run(
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
-    plan = as_plan(plan or Plan(), this_machine(device))
     check_recipe(recipe, workload)
-    hardware = this_machine(local_device(plan, device))
+    hardware = this_machine(local_device(device))
     with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
         # What the plan becomes here, and the part that this process has in the run.
         ends.enter_context(process_state_kept(hardware.device))
-        effective = resolve(plan, hardware, strict, workload=workload, batch_size=recipe.batch_size)
+        effective = resolve(plan or Plan(), hardware, strict, workload=workload, batch_size=recipe.batch_size)
         ends.enter_context(compile.recompile_limit_kept(effective.plan))
-        ranks = join(effective.plan, recipe, hardware.device)
+        ranks = Ranks(effective.plan, recipe, hardware.device)
         resume = resume or ranks.restarted
         folder = Path(out) if out is not None else None
         if folder is not None and ranks.first:
@@ -84,13 +83,11 @@ def setup_run(
         if strict:
             effective.check_strict()
         show = progress if ranks.first and not endless else False
-        train, validation, test = open_streams(
-            workload, recipe, effective.plan, ranks=ranks, cache_dir=cache_dir, show=show, endless=endless
-        )
-        data = Data(train, validation, test, batches(train))
+        data = open_data(workload, recipe, effective.plan, ranks=ranks, cache_dir=cache_dir, show=show, endless=endless)
+        data.batches = batches(data.train)
         ends.callback(data.close)
         last_step = len(learner.learning_rates)
-        position = Position(math.inf, 0) if endless else first_position(effective.plan, last_step, len(train))
+        position = Position(math.inf, 0) if endless else first_position(effective.plan, last_step, len(data.train))
         history = History(workload.name, recipe, effective, str(ranks.device))
         bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
         reporting = Reporting(history, bar, on_log if ranks.first else None)
@@ -98,7 +95,7 @@ def setup_run(
         run = TrainingRun(workload, recipe, effective, ranks.device, ranks, folder, learner, data, position, reporting)
         if folder is not None:
             begin_in(folder, run, resume)
-        for note in filter(None, (*effective.notes(verbose), getattr(train.cache, "why", ""))):
+        for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
             bar.say(f"  {note}")
         if bar.mode != "off" and not ranks.several and (busy := advice(hardware)):
             bar.say(f"  {busy}")
@@ -107,7 +104,7 @@ def setup_run(
         return run
 
 
-def open_streams(
+def open_data(
     workload: Workload,
     recipe: Recipe,
     plan: Plan,
@@ -116,8 +113,8 @@ def open_streams(
     cache_dir: str | Path | None,
     show: bool | str,
     endless: bool,
-) -> tuple[BatchStream, BatchStream, BatchStream]:
-    """Return the streams of this rank's batches, of training, validation and test set; make what the cache lacks."""
+) -> Data:
+    """Return the streams of this rank's batches; make what the cache lacks."""
 
     def open_stream(items: Sequence[Any], *, cached: bool, seed: int | None) -> BatchStream:
         """Return the stream of `items`, shuffled by `seed`, or in order where it is None."""
@@ -142,9 +139,10 @@ def open_streams(
 
     train = open_stream(workload.train, cached=True, seed=recipe.seed)
     test = open_stream(workload.test, cached=not endless, seed=None)  # which such a run does not see
-    if endless or not workload.validation:
-        return train, test, test
-    return train, open_stream(workload.validation, cached=True, seed=None), test
+    validation = test
+    if workload.validation and not endless:
+        validation = open_stream(workload.validation, cached=True, seed=None)
+    return Data(train, validation, test, batches=train)
 
 
 def begin_in(folder: Path, run: TrainingRun, resume: bool) -> None:

@@ -23,6 +23,7 @@ from tiny import Point, points
 from speedkit.data import cache as module
 from speedkit.data.cache import open_cache
 from speedkit.data.cache_files import ENTRY, HEADER, fingerprint
+from speedkit.data.loader import BatchStream
 from speedkit.errors import BadItem, SpeedkitError
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -102,7 +103,7 @@ def test_gathered_rows_are_the_live_features_padded_with_zeros(tmp_path, opened,
     opened(workload, items=workload.train[::-1], cache_dtype=dtype)  # another order on disk
     cache = opened(workload, device=device, cache=where, cache_dtype=dtype)
     for copy in (cache, pickle.loads(pickle.dumps(cache)), cache):
-        batch = copy.gather(indices, device, on_device=indices.to(device))
+        batch = copy.gather(indices, torch.device(device), on_device=indices.to(device))
         inputs, targets, lengths = batch.inputs, batch.targets, batch.lengths
         assert inputs.dtype == torch.float32 and targets.tolist() == [1, 0, 1, 1]
         assert lengths.tolist() == [10, 8, 12, 10] if varies else lengths is None
@@ -112,6 +113,19 @@ def test_gathered_rows_are_the_live_features_padded_with_zeros(tmp_path, opened,
             torch.testing.assert_close(row, padded, rtol=5e-4 if dtype == "float16" else 0, atol=0)  # 11 bits
         inputs.zero_(), targets.zero_()  # the batch is a copy
     assert cache.where == where and cache.why.startswith(f"cache={where}: ")
+
+
+def half(item):
+    return 0.5
+
+
+@pytest.mark.parametrize("where", ["off", "disk", "ram"])
+def test_decimal_targets_have_the_type_that_a_loss_takes_with_a_cache_and_without(opened, where):
+    workload = dataclasses.replace(points(), target=half)
+    plan = Plan(cache=where)
+    cache = opened(workload, cache=where) if where != "off" else None
+    stream = BatchStream(workload, workload.train, plan, batch_size=2, seed=None, device=CPU, cache=cache)
+    assert next(stream).targets.dtype == torch.float32
 
 
 def test_waveforms_are_kept_as_16_bits_and_what_does_not_fit_into_memory_stays_on_disk(workload, opened, monkeypatch):

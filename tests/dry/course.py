@@ -58,7 +58,7 @@ def as_one_rank(plan, recipe, device):
 
 def joined(fields):
     """Inside, a plan with a strategy for several ranks has one."""
-    return patch.object(setup, "join", as_one_rank) if "strategy" in fields else contextlib.nullcontext()
+    return patch.object(setup, "Ranks", as_one_rank) if "strategy" in fields else contextlib.nullcontext()
 
 
 def adding(launches, part, function):
