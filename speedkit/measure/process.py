@@ -5,11 +5,12 @@ import multiprocessing
 import os
 import pickle
 import random
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -46,23 +47,29 @@ def resources() -> tuple[float, float, int]:
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what `function` returns in a new Python process, in which no script runs again.
+    """Return what `function` returns in a new Python process.
 
     Raises SpeedkitError when it fails there, or cannot be sent: what a notebook or a script defines has no module.
     """
-    script = sys.modules["__main__"]
-    with (
-        patch.multiple(script, create=True, __spec__=None, __file__=None),  # by which a new process knows it
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            call = pickle.dumps((function, arguments, options))  # tensors too, and not through shared memory
-            return processes.submit(call_pickled, call).result()
-        except Exception as error:  # of any kind
-            raise SpeedkitError(f"it failed in a new process: {type(error).__name__}: {error}") from error
+            Path(folder, "call").write_bytes(pickle.dumps((function, arguments, options)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SpeedkitError(f"it cannot be sent to a new process: {error}") from error
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", __name__, folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SpeedkitError(f"it failed in a new process: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return pickle.loads(Path(folder, "answer").read_bytes())
 
 
-def call_pickled(call: bytes) -> Any:
-    """Return what a function returns that is pickled with its arguments and options."""
-    function, arguments, options = pickle.loads(call)
-    return function(*arguments, **options)
+def main() -> None:
+    """Make the call that lies in the folder of the first argument, and leave the answer there."""
+    folder = Path(sys.argv[1])
+    function, arguments, options = pickle.loads((folder / "call").read_bytes())
+    (folder / "answer").write_bytes(pickle.dumps(function(*arguments, **options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -71,7 +71,7 @@ def test_a_function_is_called_in_a_new_process():
 @pytest.mark.parametrize(
     ("function", "argument", "why"),
     [
-        (lambda argument: argument, 1, "failed in a new process: .*lambda"),
+        (lambda argument: argument, 1, "cannot be sent to a new process: .*lambda"),
         (int, "no number", "failed in a new process: ValueError: invalid literal .* 'no number'"),
     ],
     ids=["of no module", "fails"],
