@@ -32,10 +32,9 @@ def dry_run(
     step = "speedkit.dry.step:counted_step"
     try:
         counted = run(step, gpu, TIMEOUT_S, workload=workload, recipe=recipe, plan=plan)
-    except (pickle.PicklingError, AttributeError) as error:
-        raise UsageError(
-            f"{workload.name} cannot be handed to another process: put it into a module ({error})"
-        ) from error
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        why = f"{workload.name} cannot be handed to another process"
+        raise UsageError(f"{why}: install cloudpickle, or put it into a module ({error})") from error
     if counted is None:
         raise UsageError(f"{workload.name} does not fit on {gpu.name}, not a sample: take checkpointing=blocks")
     found: dict[str, Any] = {"workload": workload.name, "plan": plan, "gpu": gpu.name, "gpu_bytes": gpu.mib << 20}

@@ -36,10 +36,10 @@ LONG = re.compile(r"\(anonymous namespace\)::|void |at::native::|[<(].*")  # of 
 UPDATES = ("_foreach", "_fused", "_amp")  # how the names of an optimizer's operators begin
 
 
-def counted_step(workload: Workload, recipe: Recipe, plan: Plan | str) -> dict[str, Any] | None:
+def counted_step(workload: Workload, recipe: Recipe, plan: Plan | str, *, search: bool = True) -> dict[str, Any] | None:
     """Return what a step of a plan asks of this process's GPU, as plain values; None where not one sample fits.
 
-    Loading is left out, and a cache in the GPU's memory.
+    Loading is left out, and a cache in the GPU's memory. `search`: also for the largest micro-batch that fits.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # its graphs ask more of an engine than the stand-in offers
     asked = as_plan(plan, this_machine(GPU))
@@ -51,7 +51,7 @@ def counted_step(workload: Workload, recipe: Recipe, plan: Plan | str) -> dict[s
             found |= compiled_step(workload, recipe, dataclasses.replace(plain, compile=mode))
             if workload.length is not None:  # code for several lengths: its bytes are no step's
                 found["fused_bytes"] = found["model_bytes"] // FUSED
-        if workload.own_loader is None:
+        if search:
             found["largest_micro_batch"] = largest_micro_batch(workload, recipe, plain)
     except Exception as error:
         if not OUT_OF_MEMORY.search(str(error)):
@@ -74,6 +74,8 @@ def eager_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, Any]
     moved = rest + model
     [(kind, _)] = counter.formats.most_common(1) or [(torch.float32, 0)]
     number_format = FORMATS.get(kind) or format_of_products(run.plan.precision, Operators(counter.flops, moved), GPU)
+    if number_format == "tf32" and not this_machine(GPU).supports("tf32"):
+        number_format = "fp32"
     outside = Counter(moved)
     for name in model:
         if name not in counter.flops and not name.startswith(UPDATES):
@@ -159,13 +161,18 @@ def size_of(tensors: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda)
 
 
-def largest_micro_batch(workload: Workload, recipe: Recipe, plan: Plan) -> int:
-    """Return how many of the longest samples fit into one forward pass, by bisection on PyTorch's own allocator."""
+def largest_micro_batch(workload: Workload, recipe: Recipe, plan: Plan) -> int | None:
+    """Return how many of the longest samples fit into one forward pass, by bisection on PyTorch's own allocator.
+
+    None for batches that cannot be taken apart.
+    """
     release(GPU)
     with contextlib.closing(
         setup_run(with_longest_first(workload), recipe, plan, device=GPU, endless=True, progress=False)
     ) as run:
         longest = next(run.data.test.one_epoch())
+        if not getattr(longest, "splits", True):
+            return None
 
         def step(size: int) -> None:
             chosen = torch.arange(size, device=GPU) % len(longest.inputs)

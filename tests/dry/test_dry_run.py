@@ -62,6 +62,7 @@ def test_memory_by_kind_is_that_of_the_weights_and_a_smaller_gpu_takes_smaller_b
     sizes = [row["largest_micro_batch"] for row in found.values()]
     assert 64 < sizes[1] < sizes[0]
     assert sizes[1] * HIDDEN * 4 < (1024 - 550) * 2**20 - 4 * WEIGHTS
+    assert row["number_format"] == "fp32"  # a T4 has no tf32, which the careful plan asks for
     assert sum(row["flops"].values()) == 2 * 64 * (2 * 1024 * HIDDEN + 3 * HIDDEN * 10)  # none for the inputs
 
 
@@ -97,11 +98,18 @@ def test_what_is_not_known_is_one_sentence(speedkit, words, sentence):
     assert code == 2 and re.search(sentence, error) and len(error.splitlines()) == 1
 
 
-def test_a_model_of_a_function_within_a_function_is_one_sentence():
+def in_a_notebook():
+    """A workload whose model is defined in no module."""
     nested = images()
-    object.__setattr__(nested, "model", lambda: None)
-    with pytest.raises(UsageError, match="perceptron cannot be handed to another process"):
-        dry_run(nested, "baseline", "T4")
+    object.__setattr__(nested, "model", lambda: torch.nn.Linear(1024, 10))
+    return nested
+
+
+def test_a_model_of_a_notebook_is_handed_over_or_is_one_sentence(monkeypatch):
+    assert dry_run(in_a_notebook(), "baseline", "T4")["memory"]["weights"] == 4 * (1024 * 10 + 10)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UsageError, match="perceptron cannot be handed to another process: install cloudpickle"):
+        dry_run(in_a_notebook(), "baseline", "T4")
 
 
 # ---- what is predicted ----
