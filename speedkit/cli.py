@@ -1,4 +1,4 @@
-"""The command line: `speedkit hardware | train | profile | tune | compare | cache | run | lab | publish`."""
+"""The command line: `speedkit hardware | train | profile | tune | compare | dry-run | cache | run | lab | publish`."""
 
 import atexit
 import contextlib
@@ -25,7 +25,7 @@ from speedkit.config import settings_of
 from speedkit.data.batches import STOPS
 from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
-from speedkit.files import claim_folder, write_json
+from speedkit.files import claim_folder, write_json, write_text
 from speedkit.lab.launch import launch
 from speedkit.lab.provenance import ROOT
 from speedkit.lab.workloads.validation import hold_out
@@ -36,6 +36,7 @@ from speedkit.options import (
     DEBUG,
     DEVICE,
     JSON,
+    OWN_GPU,
     PLAN,
     RUN,
     SHARE,
@@ -310,6 +311,22 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
         for fallback in effective.fallbacks:
             click.echo(f"  {name}: {fallback}", err=True)
     return 1 if comparison.faster else 0
+
+
+@commands.command("dry-run", params=[WORKLOAD, JSON, *RUN, *OWN_GPU])
+@click.option("--gpu", "gpus", type=names_in, default="H100", metavar="T4,RTX4090,H100", help="GPUs, by short names")
+@click.option("--plan", default="fast", metavar="FILE | CAREFUL | FAST", help="beside the baseline")
+def dry_run(workload: str, gpus: list[str], plan: str, **values: Any) -> None:
+    """Say what training WORKLOAD takes on GPUs that are not here: memory and launches counted, time predicted."""
+    from speedkit.dry.dry_run import as_page, dry_runs
+    from speedkit.dry.gpus import chosen_gpus
+
+    chosen = chosen_gpus(gpus, typed(values, "sm", "memory", "bandwidth", "tflops"))
+    rows = dry_runs(*find_workload(workload, values), chosen, plans=("baseline", plan), tell=_say)
+    folder = claim_folder(values["out"], "dry-run")
+    write_json(folder / "dry-run.json", rows)
+    write_text(folder / "dry-run.html", as_page(rows))
+    click.echo(json.dumps(rows) if values["as_json"] else as_page(rows, "text.j2"))
 
 
 @commands.command(params=[PLAN, DEVICE, *DATA])

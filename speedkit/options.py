@@ -95,6 +95,15 @@ DATA = (
     ),
 )
 DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")
+OWN_GPU = [
+    click.Option([f"--{name}"], type=float, help=f"of a GPU of your own: {what}")
+    for name, what in {
+        "sm": "10 times its compute capability",
+        "memory": "GB",
+        "bandwidth": "GB/s of its memory",
+        "tflops": "of its products in 16 bits",
+    }.items()
+]
 RUN = (  # of all commands that train
     *DATA,
     OUT,

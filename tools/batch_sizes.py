@@ -72,6 +72,6 @@ if __name__ == "__main__":
     from publish import update_readme
 
     nets = itertools.product(BUILT_IN, ("tiny", "small", "medium"))
-    rows = [run("batch_sizes:count", GPUS["sm_90"], name=name, size=size) for name, size in nets]
+    rows = [run("batch_sizes:count", GPUS["H100"], name=name, size=size) for name, size in nets]
     files.write_json(notebooks_folder() / COUNTED, rows)
     update_readme(notebooks_folder().parent / "README.md")

@@ -43,7 +43,10 @@ MAY_DO_NOTHING = {
     "cudaGraphDestroy",
     "cudaGraphExecDestroy",
     "cudaStreamWaitEvent",
+    "cudnnCreateTensorDescriptor",  # of batch normalization, which asks for nothing of it
+    "cudnnDestroyTensorDescriptor",
     "cudnnSetStream",
+    "cudnnSetTensorNdDescriptor",
     "cufftDestroy",
     "cufftSetAutoAllocation",
     "cufftSetStream",

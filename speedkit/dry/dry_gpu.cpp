@@ -693,7 +693,12 @@ EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
   std::memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
-  attributes->binaryVersion = attributes->ptxVersion = gpu().capability;
+  // Of the architectures that PyTorch's kernels were compiled for, the one that runs here: CUB refuses any other.
+  int compiled = 75;
+  for (int architecture : {80, 86, 90, 100, 120}) {
+    if (architecture <= gpu().capability) compiled = architecture;
+  }
+  attributes->binaryVersion = attributes->ptxVersion = compiled;
   attributes->maxDynamicSharedSizeBytes = 48 << 10;
   return cudaSuccess;
 }

@@ -28,7 +28,7 @@ def run(what: str, gpu: Gpu, timeout_s: float = 600.0, **arguments: Any) -> Any:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps((what, arguments)))
+        (folder / "call").write_bytes(packed((what, arguments)))
         command = [sys.executable, "-m", "speedkit.dry.process", name]
         variables = environment(gpu) | {"DRY_GPU_NOTES": str(folder / "notes")}
         try:
@@ -48,6 +48,15 @@ def run(what: str, gpu: Gpu, timeout_s: float = 600.0, **arguments: Any) -> Any:
     if error:
         raise SpeedkitError(f"{what} on {gpu.name} {error}")
     return returned
+
+
+def packed(call: tuple[str, dict[str, Any]]) -> bytes:
+    """Return a call for another process; where cloudpickle is installed, with what notebooks and functions define."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        return pickle.dumps(call)
+    return cloudpickle.dumps(call)
 
 
 def refuse_unknown(what: str, notes: Path) -> None:

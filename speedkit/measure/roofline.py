@@ -58,6 +58,7 @@ class OperatorCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = Counter[str]()
+        self.formats = Counter[torch.dtype]()  # number format -> FLOPs of the products whose first input has it
         self.moved_bytes = Counter[str]()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
@@ -66,8 +67,10 @@ class OperatorCounter(TorchDispatchMode):
         packet = operation.overloadpacket
         name = packet.__name__
         if packet in flop_registry:
-            self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=result)
-        if not operation.is_view and "empty" not in name:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.flops[name] += flops
+            self.formats[next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))] += flops
+        if not operation.is_view and "empty" not in name and name != "_unsafe_view":
             leaves = tree_leaves((args, kwargs, result))
             self.moved_bytes[name] += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         return result

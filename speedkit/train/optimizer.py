@@ -18,10 +18,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe, *, fused
     Fused, its learning rate is a tensor []: it moves without making the host wait.
     """
     parameters = list(parameters)
-    rate: Any = recipe.learning_rate
-    if fused:
-        rate = torch.tensor(rate, device=parameters[0].device)
-    options: dict[str, Any] = {"lr": rate, "weight_decay": recipe.weight_decay}
+    options: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay}
     optimizer: Optimizer
     if recipe.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, **options)
@@ -29,6 +26,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe, *, fused
         optimizer = torch.optim.SGD(parameters, momentum=recipe.momentum, **options)
     if fused:
         fuse(optimizer)
+        rate = torch.tensor(recipe.learning_rate, device=parameters[0].device)
+        optimizer.param_groups[0]["lr"] = rate  # now: the constructor would read it back
     return optimizer
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_dry import COMPILED, COMPILING, check
+from test_dry import COMPILED, COMPILING, COUNTED_ON, check
 
 from speedkit.data.batch import Batch
-from speedkit.dry.gpus import GPUS
 from speedkit.dry.process import run
 from speedkit.lab.workloads import load_workload
 from speedkit.lab.workloads.speech import draw_mask
@@ -57,4 +56,4 @@ def compiled_speech():
 
 @pytest.mark.slow
 def test_compiled_speech_takes_every_length():
-    assert run("test_compiled:compiled_speech", GPUS["sm_90"], 1200) == len(LENGTHS)
+    assert run("test_compiled:compiled_speech", COUNTED_ON["sm_90"], 1200) == len(LENGTHS)

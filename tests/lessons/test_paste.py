@@ -350,7 +350,7 @@ def copied_ahead():
 
 @compiler
 def test_batches_are_copied_from_page_locked_memory_and_nobody_waits(gpu):
-    shapes, copies, waits = gpu("copied_ahead", "sm_90")
+    shapes, copies, waits = gpu("copied_ahead", "H100")
     assert shapes == [("cuda", 8)] * 6 and waits == 0
     assert sum(copies.values()) == 6 and all("Pinned" in name for name in copies)
 
@@ -363,7 +363,7 @@ def mixed():
 
 
 @compiler
-@pytest.mark.parametrize(("name", "dtype", "scaled"), [("sm_75", "float16", True), ("sm_90", "bfloat16", False)])
+@pytest.mark.parametrize(("name", "dtype", "scaled"), [("T4", "float16", True), ("H100", "bfloat16", False)])
 def test_a_gpu_gets_the_16_bits_that_it_has_units_for(gpu, name, dtype, scaled):
     assert gpu("mixed", name) == (f"torch.{dtype}", scaled, ["torch.float32"], True)
 
@@ -381,7 +381,7 @@ def eight_bits():
 @pytest.mark.slow
 def test_wide_linear_layers_are_multiplied_in_8_bits_and_their_weights_stay(gpu):
     pytest.importorskip("torchao")
-    eight, wide_weights = gpu("eight_bits", "sm_90")
+    eight, wide_weights = gpu("eight_bits", "H100")
     assert eight == ["blocks.0.linear", "blocks.1.linear"] and all(wide_weights)
 
 
@@ -395,5 +395,5 @@ def too_large():
 
 @compiler
 def test_what_does_not_fit_ends_the_doubling(gpu):
-    tried = gpu("too_large", "sm_90")
+    tried = gpu("too_large", "H100")
     assert tried == [2**power for power in range(len(tried))] and 0 < len(tried) < 7

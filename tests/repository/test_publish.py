@@ -54,7 +54,7 @@ def write_record(folder, machine, name, **changes):
 def test_batch_sizes_are_those_that_steps_take():
     folder = ROOT / "notebooks"
     rows = {(row["workload"], row["size"]): row for row in read_json(folder / batch_sizes.COUNTED)}
-    counted = run("batch_sizes:count", GPUS["sm_90"], name="text", size="tiny")
+    counted = run("batch_sizes:count", GPUS["H100"], name="text", size="tiny")
     recorded = rows["text", "tiny"]
     for key in ("fixed_bytes", "sample_bytes"):
         assert counted[key] == pytest.approx(recorded[key], rel=0.02), "run tools/batch_sizes.py again"

@@ -1,0 +1,194 @@
+"""What a training step asks of a GPU: counted in the process that has the one that is not there."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import compile_fx, metrics
+from torch.utils._pytree import tree_leaves
+
+from speedkit.data.batch import map_batch
+from speedkit.dry.counts import LAUNCHED, counted
+from speedkit.machine import this_machine
+from speedkit.measure.predict import FUSED
+from speedkit.measure.roofline import OperatorCounter, Operators, format_of_products
+from speedkit.plan import CUDA_GRAPHS, Plan, as_plan
+from speedkit.recipe import Recipe
+from speedkit.train.loop import steps, train
+from speedkit.train.memory import OUT_OF_MEMORY, release
+from speedkit.train.micro_batch import peak_of_step, trial_plan, with_longest_first
+from speedkit.train.run import TrainingRun
+from speedkit.train.setup import setup_run
+from speedkit.workload import Workload
+
+GPU = torch.device("cuda")
+WARM_UP = 2  # steps: the first allocates the optimizer's state, and compiles
+LARGEST = 1 << 14  # samples of a micro-batch, beyond which none is tried
+FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+LONG = re.compile(r"\(anonymous namespace\)::|void |at::native::|[<(].*")  # of a kernel's name, what says little
+UPDATES = ("_foreach", "_fused", "_amp")  # how the names of an optimizer's operators begin
+
+
+def counted_step(workload: Workload, recipe: Recipe, plan: Plan | str, *, search: bool = True) -> dict[str, Any] | None:
+    """Return what a step of a plan asks of this process's GPU, as plain values; None where not one sample fits.
+
+    Loading is left out, and a cache in the GPU's memory. `search`: also for the largest micro-batch that fits.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its graphs ask more of an engine than the stand-in offers
+    asked = as_plan(plan, this_machine(GPU))
+    plain = dataclasses.replace(trial_plan(asked), micro_batch=asked.micro_batch)
+    try:
+        found = eager_step(workload, recipe, plain)
+        if asked.compile != "off":
+            mode: Any = "reduce-overhead" if asked.compile in CUDA_GRAPHS else "default"
+            found |= compiled_step(workload, recipe, dataclasses.replace(plain, compile=mode))
+            if workload.length is not None:  # code for several lengths: its bytes are no step's
+                found["fused_bytes"] = found["model_bytes"] // FUSED
+        if search:
+            found["largest_micro_batch"] = largest_micro_batch(workload, recipe, plain)
+    except Exception as error:
+        if not OUT_OF_MEMORY.search(str(error)):
+            raise
+        return None
+    return found
+
+
+def eager_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the facts of a step without compiled code, and what its operators compute and move."""
+    release(GPU)
+    with contextlib.closing(setup_run(workload, recipe, plan, device=GPU, endless=True, progress=False)) as run:
+        found = facts_of_step(run)
+        counter = OperatorCounter()
+        rest, model = counter.moved_bytes, Counter[str]()
+        note = functools.partial(setattr, counter, "moved_bytes")
+        run.position.batch = next(run.data.batches)  # loading is not counted
+        with between(run.learner.model, functools.partial(note, model), functools.partial(note, rest)), counter:
+            next(steps(run))
+    moved = rest + model
+    [(kind, _)] = counter.formats.most_common(1) or [(torch.float32, 0)]
+    number_format = FORMATS.get(kind) or format_of_products(run.plan.precision, Operators(counter.flops, moved), GPU)
+    if number_format == "tf32" and not this_machine(GPU).supports("tf32"):
+        number_format = "fp32"
+    outside = Counter(moved)
+    for name in model:
+        if name not in counter.flops and not name.startswith(UPDATES):
+            outside[name] -= model[name]
+    return found | {
+        "flops": dict(counter.flops),
+        "moved_bytes": dict(moved),
+        "number_format": number_format,
+        "outside_bytes": dict(+outside),  # of these, without the passes over activations within the model
+        "model_bytes": moved.total() - outside.total(),
+    }
+
+
+@contextlib.contextmanager
+def between(module: torch.nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> Any:
+    """Inside, `enter` is called where the forward and the backward pass of a module begin, and `leave` after the one.
+
+    The backward pass is over where the optimizer begins.
+    """
+
+    def leaves(_module: Any, _inputs: Any, outputs: Any) -> None:
+        leave()
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda _gradient: enter())
+
+    hooks = [module.register_forward_pre_hook(lambda _module, _inputs: enter()), module.register_forward_hook(leaves)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compiled_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the facts of a compiled step, and the bytes that the kernels that were generated for it move."""
+    release(GPU)
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # else Inductor counts no bytes
+    # Nor does it of code that was kept.
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    metrics.reset()
+    with contextlib.closing(setup_run(workload, recipe, plan, device=GPU, endless=True, progress=False)) as run:
+        found = facts_of_step(run)
+    generated = [words for node, words in metrics.nodes_num_elem if not node.is_extern()]
+    return found | {"fused_bytes": 4 * sum(generated)}
+
+
+def facts_of_step(run: TrainingRun) -> dict[str, Any]:
+    """Return what a step launches, waits for and keeps, after some that are not counted."""
+    training = steps(run)
+    for _ in range(WARM_UP):
+        next(training)
+    torch.cuda.reset_peak_memory_stats()
+    with counted() as counts:
+        next(training)
+    learner = run.learner
+    states = [value for state in learner.optimizer.state.values() for value in state.values()]
+    memory = {
+        "weights": size_of([*learner.model.parameters(), *learner.model.buffers()]),
+        "gradients": size_of(weight.grad for weight in learner.parameters),
+        "optimizer": size_of(states),
+    }
+    memory["activations"] = torch.cuda.max_memory_allocated() - sum(memory.values())
+    memory |= {"peak": sum(memory.values()), "reserved": torch.cuda.memory_reserved()}
+    kernels = Counter[str]()
+    for kind in LAUNCHED:
+        for name, number in counts.names[kind].items():
+            kernels[LONG.sub("", name)] += number
+    return {
+        "memory": memory,
+        "launches": counts.launches,
+        "waits": counts.waits,
+        "copies": dict(counts.names["memcpy"]),
+        "kernels": dict(kernels.most_common()),
+        "micro_batch": learner.micro_batch,
+        "fallbacks": [str(fallback) for fallback in run.effective.fallbacks],
+    }
+
+
+def size_of(tensors: Iterable[Any]) -> int:
+    """Return the bytes of those of `tensors` that are tensors on the GPU."""
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda)
+
+
+def largest_micro_batch(workload: Workload, recipe: Recipe, plan: Plan) -> int | None:
+    """Return how many of the longest samples fit into one forward pass, by bisection on PyTorch's own allocator.
+
+    None for batches that cannot be taken apart.
+    """
+    release(GPU)
+    with contextlib.closing(
+        setup_run(with_longest_first(workload), recipe, plan, device=GPU, endless=True, progress=False)
+    ) as run:
+        longest = next(run.data.test.one_epoch())
+        if not getattr(longest, "splits", True):
+            return None
+
+        def step(size: int) -> None:
+            chosen = torch.arange(size, device=GPU) % len(longest.inputs)
+            run.learner.micro_batch = size
+            run.position.batch = map_batch(longest, operator.itemgetter(chosen))
+            next(train(run))
+            run.learner.optimizer.zero_grad(set_to_none=True)
+
+        fits, too_large = 0, 1
+        while too_large <= LARGEST and peak_of_step(step, too_large, GPU) is not None:
+            fits, too_large = too_large, 2 * too_large
+        while too_large <= LARGEST and too_large - fits > max(1, fits // 32):
+            middle = (fits + too_large) // 2
+            if peak_of_step(step, middle, GPU) is None:
+                too_large = middle
+            else:
+                fits = middle
+    return fits
