@@ -32,7 +32,7 @@ FORMATS = {"double": "fp64", "float": "fp32", "c10::BFloat16": "bf16", "c10::Hal
 
 
 Spans = Sequence[Span]
-Seconds = Mapping[str, float]  # by cause
+Seconds = Mapping[Any, float]  # by cause
 
 
 @dataclasses.dataclass(kw_only=True)
