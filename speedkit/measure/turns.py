@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from speedkit.measure.stats import (
     LOOKS,
@@ -33,10 +33,7 @@ OWN = 0.01  # as unlikely is it that the slow turns of one plan are the machine'
 LARGE = math.log(1.2)  # a difference that is worth more time to be decided
 
 
-class Turn(Protocol):
-    """Returns the seconds of so many steps."""
-
-    def __call__(self, *, steps: int) -> float: ...
+Turn = Callable[..., float]  # returns the seconds of so many `steps`
 
 
 class Pairs(NamedTuple):
