@@ -60,7 +60,7 @@ def test_the_light_core_works_and_says_which_extra_is_missing(light, words, miss
 
 
 def test_a_tuning_without_the_packages_for_notebooks_leaves_all_but_notebook_and_pictures(light, tmp_path):
-    done = light(f"tune mine:mine --optimizations host_syncs --seeds 2 --budget 60 --steps 20 --out {tmp_path}/tuned")
+    done = light(f"tune mine:mine --optimizations host_syncs --seeds 2 --budget 120 --steps 20 --out {tmp_path}/tuned")
     missing = """package {} is not installed: pip install "torch-speedkit[notebooks]\""""
     assert done.returncode == 0 and f"no tune.ipynb: the {missing.format('papermill')}" in done.stderr, done.stderr
     assert {path.name for path in (tmp_path / "tuned").iterdir()} >= {"record.json", "plan.yaml", "report.html"}
@@ -105,6 +105,6 @@ def test_a_tuning_of_ones_own_workload_ends_with_its_notebook(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not for lessons')")
     (tmp_path / "data.txt").write_text("64")
     (tmp_path / "mine.py").write_text(MINE)
-    tune = "tune mine:mine --optimizations host_syncs --seeds 2 --budget 60 --out run"
+    tune = "tune mine:mine --optimizations host_syncs --seeds 2 --budget 120 --out run"
     done = python("-m", "speedkit", *tune.split(), folder=tmp_path)
     assert done.returncode == 0 and (tmp_path / "run" / "tune.ipynb").exists(), done.stderr
