@@ -28,7 +28,11 @@ from speedkit.workload import Workload
 
 CASES = Path(__file__).with_suffix(".csv")
 COUNTS = Path(__file__).with_suffix(".json")
-PRECISIONS = {"tf32": "tf32", "amp-bf16": "bf16", "amp-fp16": "fp16"}  # that a plan sets; others are of the weights
+PRECISIONS: dict[str, Any] = {
+    "tf32": "tf32",
+    "amp-bf16": "bf16",
+    "amp-fp16": "fp16",
+}  # that a plan sets; others are of the weights
 WEIGHTS = {"bf16": torch.bfloat16, "fp16-master": torch.float16}
 BERT = {"bert-base": (768, 12), "bert-large": (1024, 24)}  # hidden units, layers
 WORDS, CLASSES = 50257, 1000
@@ -61,6 +65,8 @@ class OwnGelu(nn.Module):
 
 class Attention(nn.Module):
     """Causal attention: by PyTorch's function (flash), in products, or with three projections too (own)."""
+
+    mask: Tensor
 
     def __init__(self, units: int, heads: int, *, length: int, dropout: float, kind: str):
         super().__init__()
@@ -139,7 +145,7 @@ class WideBlock(nn.Module):
         self.norms = nn.ModuleList([nn.BatchNorm2d(channels_in), nn.BatchNorm2d(channels)])
         self.first = nn.Conv2d(channels_in, channels, 3, padding=1)
         self.second = nn.Conv2d(channels, channels, 3, stride=stride, padding=1)
-        self.shortcut = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or channels_in != channels:
             self.shortcut = nn.Conv2d(channels_in, channels, 1, stride=stride)
 
