@@ -25,6 +25,7 @@ HIDDEN = 4096
 WEIGHTS = 4 * (1024 * HIDDEN + HIDDEN + HIDDEN * 10 + 10)  # bytes
 CASES = {published.name_of(case): case for case in published.cases()}
 QUICK = "rasbt norms of PyTorch on A100-40"
+SLOW = ("timm resnet18 on RTX3090", "Lambda BERT-base tf32 on RTX4090")  # all are: python benchmarks/published.py all
 
 
 @pytest.fixture(autouse=True)
@@ -166,9 +167,7 @@ def test_half_of_the_new_cases_are_on_gpus_of_today_and_no_case_is_left_out():
     assert {*read_json(published.COUNTS)} == {*CASES}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_case_asks_of_its_gpu_what_it_did_when_it_was_counted(name, tmp_path):
     path = tmp_path / "counts.json"
     run("published:count", GPUS[CASES[name]["gpu"]], timeout_s=1800, names=[name], path=path)
