@@ -51,8 +51,9 @@ def dry_runs(
 
     Raises UsageError where nothing fits.
     """
+    for plan in plans:
+        as_plan(plan)  # a word that names no plan is refused before anything is counted
     rows = []
-    list(map(as_plan, plans))  # a word that names no plan is refused before anything is counted
     for gpu, plan in itertools.product(gpus, dict.fromkeys(plans)):
         try:
             rows.append(dry_run(workload, plan, gpu, recipe=recipe))
