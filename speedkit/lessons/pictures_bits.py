@@ -41,24 +41,3 @@ def digits(formats: Sequence[str] = ("bf16", "e4m3", "e5m2", "INT8")) -> Figure:
     axes.grid(visible=True, axis="both")
     axes.legend(loc="lower right", ncols=len(formats))
     return figure
-
-
-@style.context(STYLE)
-def loss_scale_path(gradients: Tensor, scale: float) -> Figure:
-    """Return where gradients lie among float16's numbers as they are, and multiplied by `scale`."""
-    figure, axes = new_figure(2.8, title="The path of a loss scale: up, through float16, and down again in float32")
-    exponents = torch.log2(gradients.abs().clamp(min=1e-30))
-    shift = float(torch.log2(torch.tensor(scale)))
-    for values, colour, label in ((exponents, GREY, "as they are"), (exponents + shift, BLUE, f"times {scale:,.0f}")):
-        counts = torch.histc(values, bins=60, min=-40, max=20)
-        axes.fill_between(torch.arange(-39.5, 20.5), counts, step="mid", color=colour, alpha=0.6, label=label)
-    axes.axvspan(-40, -24, color=ORANGE, alpha=0.15)
-    axes.axvspan(16, 20, color=ORANGE, alpha=0.15)
-    axes.text(-39.5, axes.get_ylim()[1] * 0.9, "becomes zero", fontsize=8.5)
-    axes.set(
-        xlim=(-40, 20),
-        yticks=[],
-        xlabel="size of a gradient, binary orders (float16: -14 to 16, with ever fewer digits down to -24)",
-    )
-    axes.legend(loc="upper center")
-    return figure

@@ -27,25 +27,6 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
 
 
 @style.context(STYLE)
-def faults(rows: Sequence[Row], title: str) -> Figure:
-    """Return the loss of each step for each fault and value of on_nonfinite; crosses where it is not below 100."""
-    figure = Figure(figsize=(8.6, 3.1), layout="constrained")
-    names = list(dict.fromkeys(row["fault"] for row in rows))
-    for axes, fault in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for place, (mode, colour) in enumerate({"raise": GREY, "skip": BLUE}.items()):
-            mine = [row for row in rows if (row["fault"], row["on_nonfinite"]) == (fault, mode)]
-            good = [row for row in mine if row["loss"] is not None and row["loss"] < 100]
-            bad = [row["step"] for row in mine if row not in good]
-            look: dict[str, Any] = {"color": colour, "label": mode, "linewidth": 3.4 - place}
-            axes.plot([row["step"] for row in good], [row["loss"] for row in good], **look)
-            axes.plot(bad, [-0.3 - 0.25 * place] * len(bad), "x", color=colour, markersize=4)
-        axes.set_title(fault, loc="left")
-        _finish(axes, xlabel="step", ylabel="loss (crosses: none below 100)")
-    figure.suptitle(title, x=0.01, ha="left")
-    return figure
-
-
-@style.context(STYLE)
 def break_even(
     eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, int], *, title: str
 ) -> Figure:
@@ -63,19 +44,6 @@ def break_even(
             axes.plot(paid[name], paid[name] * eager_s, "o", markersize=5, **ON_ALL)
     axes.set(xlim=(0, last), ylim=(0, None))
     _finish(axes, xlabel="training steps", ylabel="seconds since the start")
-    return figure
-
-
-@style.context(STYLE)
-def payback(rows: Sequence[Row], title: str) -> Figure:
-    """Return the seconds since the start over the epochs: rows of `way`, `build_s` and `epoch_s`."""
-    figure, axes = new_figure(3.2, title=title)
-    last = 2.0 * max(row["build_s"] for row in rows) / max(row["epoch_s"] for row in rows) + 2
-    for row, colour in zip(rows, (ORANGE, GREEN, BLUE), strict=False):
-        ends = [row["build_s"], row["build_s"] + last * row["epoch_s"]]
-        axes.plot([0, last], ends, color=colour, linewidth=2, label=row["way"])
-    axes.set(xlim=(0, last), ylim=(0, None))
-    _finish(axes, xlabel="epochs trained", ylabel="seconds since the start")
     return figure
 
 
