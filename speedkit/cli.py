@@ -221,7 +221,7 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
     options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "optimizations", "seeds", "horizon")
     taken_s = time.time() - psutil.Process().create_time()  # by imports and by the data
     rest_s = min(taken_s + RENDERING_S, values["budget_s"] / 4)
-    record = tune_workload(work, recipe=recipe, rendering_s=rest_s, **options)
+    record = tune_workload(work, recipe=recipe, reserved_s=rest_s, **options)
     trained = typed(values, *DATA_FIELDS, *settings_of(Recipe), "device", "cache_dir")
     write_report(record, folder / "report.html", command=sys.argv[1:], workload=workload, options=trained)
     if notebook:

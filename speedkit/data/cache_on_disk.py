@@ -80,7 +80,8 @@ class FeatureCache:
         self.trusted = np.zeros(len(items), bool)  # [N] whose checksum has been compared
 
         # What comes along with the inputs of a batch.
-        self.labels: dict[str, Any] = {"targets": stacked(list(map(workload.target, items)))}
+        targets = stacked(list(map(workload.target, items)))
+        self.labels: dict[str, Any] = {"targets": targets}
         if self.varies:
             self.labels["lengths"] = torch.from_numpy(self.lengths)
 
@@ -142,7 +143,8 @@ class FeatureCache:
         missing = np.flatnonzero(self._committed() == 0).tolist()
         parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
         plan = Plan(workers=max(0, min(workers, len(parts) - 1)))  # to start them for a few would take longer
-        loader = BatchLoader(BatchMaker(self.items, self.write, tuple), parts, plan)
+        maker = BatchMaker(self.items, self.write, tuple)
+        loader = BatchLoader(maker, parts, plan)
         hidden = None if progress and parts else True  # None: a bar where a terminal or a notebook can show it
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=hidden):
             self.bad |= bad
@@ -218,7 +220,8 @@ class FeatureCache:
         """
         keys = self.key[indices].tolist()
         checksums = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
-        damaged = np.unique(indices[np.array(checksums, np.uint64) != self._committed()[indices]])
+        written = self._committed()[indices]
+        damaged = np.unique(indices[np.array(checksums, np.uint64) != written])
         if not len(damaged):
             self.trusted[indices] = True
             return True
@@ -239,9 +242,10 @@ class FeatureCache:
         for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
             batch = self._read(part)
             entries[torch.from_numpy(part).to(device), ..., : batch.shape[-1]] = batch.to(device)
+        labels = {name: column.to(device) for name, column in self.labels.items()}
         return CacheInMemory(
             entries=entries,
-            labels={name: column.to(device) for name, column in self.labels.items()},
+            labels=labels,
             lengths=self.lengths if self.varies else None,
             where=place,
             why=self.why.replace("cache=disk", f"cache={place}"),

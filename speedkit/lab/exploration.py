@@ -14,13 +14,11 @@ import cloudpickle
 from speedkit.fallbacks import resolve
 from speedkit.machine import this_machine
 from speedkit.measure.breakdown import breakdown_of
-from speedkit.measure.candidates import frames_saved
+from speedkit.measure.candidates import frames_saved, gains_of
 from speedkit.measure.compare import Contender, warm_up
 from speedkit.measure.optimizations import changed
-from speedkit.measure.peaks import peaks
-from speedkit.measure.predict import computing_gains, predict
+from speedkit.measure.predict import predict
 from speedkit.measure.process import process_kept
-from speedkit.measure.roofline import count, format_of_products
 from speedkit.measure.stats import paired_interval
 from speedkit.measure.turns import Turns, measure_pairs
 from speedkit.plan import Plan
@@ -58,9 +56,7 @@ def explore_plan(workload: Workload, plan: Plan, *, tell: Callable[[News], Any],
     tell({"state": "where the baseline's time goes", "notes": effective.notes(verbose=True)})
     before = breakdown_of(workload, device=device)
     tell({"state": "what the plan should gain", "breakdowns": {"baseline": before.as_dict()}})
-    operators = count(workload, recipe, Plan(), device=hardware.device)
-    limits = {name: peak.value for name, peak in peaks(hardware).items()}
-    gains = computing_gains(operators, limits, format_of_products("default", operators, hardware.device))
+    gains = gains_of(workload, recipe, Plan(), hardware=hardware)
     shares = {row["cause"]: row["share"] for row in before.rows}
     predicted = predict(changed(effective.plan), shares, frames=frames_saved(workload, recipe), gains=gains)
     tell({"state": "where the plan's time goes", "predicted": predicted})

@@ -48,7 +48,7 @@ def tune(
     optimizations: Sequence[str] | None = None,
     pairs: int = LOOKS[-1],
     seeds: int = 3,
-    rendering_s: float = 0.0,
+    reserved_s: float = 0.0,
     progress: bool | str = "auto",
 ) -> "TuningRecord":
     """Try every optimization on `workload`, keep what is proven to be faster, and return the record of it.
@@ -58,7 +58,7 @@ def tune(
     in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
     function prints is not shown.
 
-    `budget_s` is for all of it, `rendering_s` of it for what the caller makes of the record; trainings take up to a
+    `budget_s` is for all of it, `reserved_s` of it for what the caller does before and after; trainings take up to a
     quarter more where the rest has used it up. `horizon` is the steps of the training that the plan is for, by which
     compiling has to pay: by default the recipe's, or on a GPU 20,000 if these are more. `pairs` is the most that a
     comparison has, `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
@@ -88,7 +88,7 @@ def tune(
             say=functools.partial(print, flush=True) if wanted(progress) else lambda text: None,
         )
         if not job.results:
-            job.began_s -= rendering_s
+            job.began_s -= reserved_s
         record = job.once(Stage("record"), make_record, job, chosen)
         if folder is not None:
             leave(job, record, folder)

@@ -80,7 +80,8 @@ def horizon_of(recipe: Recipe, items: int, hardware: Hardware) -> int:
 
 def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -> list[Trial]:
     """Return a trial for each change of the `best` plan; its `why` says why not to try it."""
-    gains = job.once(Stage("computing", plan=best.precision), gains_of, job, best)
+    stage = Stage("computing", plan=best.precision)
+    gains = job.once(stage, gains_of, job.workload, job.recipe, best, hardware=job.hardware)
     frames = job.once(Stage("frames saved by buckets"), frames_saved, job.workload, job.recipe)
     breakdown = job.breakdown(best)
     shares = {row["cause"]: row["share"] for row in breakdown["rows"]}
@@ -112,11 +113,11 @@ def candidates(job: Tuning, optimizations: Sequence[Optimization], best: Plan) -
     return trials
 
 
-def gains_of(job: Tuning, plan: Plan) -> dict[str, Gain]:
+def gains_of(workload: Workload, recipe: Recipe, plan: Plan, *, hardware: Hardware) -> dict[str, Gain]:
     """Return what changes of `plan` make of what computes, by a step's operators and the peaks of this machine."""
-    operators = count(job.workload, job.recipe, plan, device=job.hardware.device)
-    limits = {name: peak.value for name, peak in peaks(job.hardware).items()}
-    return computing_gains(operators, limits, format_of_products(plan.precision, operators, job.hardware.device))
+    operators = count(workload, recipe, plan, device=hardware.device)
+    limits = {name: peak.value for name, peak in peaks(hardware).items()}
+    return computing_gains(operators, limits, format_of_products(plan.precision, operators, hardware.device))
 
 
 def compiling_s(job: Tuning) -> float:

@@ -47,7 +47,7 @@ def test_a_loader_is_tuned_without_what_is_for_items_and_without_what_the_model_
 
 def test_what_is_made_of_a_tuning_s_record_is_part_of_its_budget():
     with pytest.raises(UsageError, match="a budget of 60 s is too short"):
-        tune(mine(), device="cpu", budget_s=60, rendering_s=60, optimizations=["workers"], pairs=4, progress=False)
+        tune(mine(), device="cpu", budget_s=60, reserved_s=60, optimizations=["workers"], pairs=4, progress=False)
 
 
 def test_plans_are_compared_by_their_names():
