@@ -95,7 +95,7 @@ class NotebookRun:
             "fallbacks": [],
             "measurements": [],
             "tables": {},
-            "verdicts": [],
+            "checks": [],
         }
 
     def pick(self, **by_scale: Any) -> Any:
@@ -115,28 +115,15 @@ class NotebookRun:
 
     def check(self, what: str, agrees: Any) -> None:
         """Print PASS or FAIL and record it; `save` raises when a check failed. `what` must not depend on the run."""
-        word, verdict = ("PASS", "passed") if agrees else ("FAIL", "failed")
-        print(f"{word} {what}")
-        row = {"check": what, "claim": None, "verdict": verdict}
-        _replace(self.record["verdicts"], row, "claim", "check")
+        passed = bool(agrees)
+        print(f"{'PASS' if passed else 'FAIL'} {what}")
+        _replace(self.record["checks"], {"check": what, "passed": passed}, "check")
 
     def tell(self, text: str) -> None:
         """Show `text` as Markdown: what was seen, in sentences with the numbers of this run."""
         from IPython import display
 
         display.display(display.Markdown(without_tags(text)))
-
-    def verdict(
-        self, claim: str, verdict: str, why: str, *, measurement: str | None = None, value: float | None = None
-    ) -> None:
-        """Record how a guide's claim (its id in notebooks/claims.csv) fared, with the evidence in one sentence.
-
-        `measurement` names the row of `measurements` that answers it; `value` is the figure in per cent where it is no
-        ratio of times.
-        """
-        print(f"{claim} {verdict}: {why}")
-        row = {"check": why, "claim": claim, "verdict": verdict, "measurement": measurement, "value": value}
-        _replace(self.record["verdicts"], row, "claim")
 
     def measure(self, comparison: "Comparison | Row") -> None:
         """Record a comparison: `compare`'s, or the row that `compare_functions` returns."""
@@ -170,14 +157,13 @@ class NotebookRun:
         if problems := records.validate_record(record):
             raise SpeedkitError(f"the record of {self.notebook} is not valid: {'; '.join(problems)}")
         files.write_json(self.folder / "record.json", record)
-        checks = [row for row in record["verdicts"] if row["claim"] is None]
-        counts = f"{len(record['measurements'])} measurements, {len(record['tables'])} tables, {len(checks)} checks"
+        counts = ", ".join(f"{len(record[part])} {part}" for part in ("measurements", "tables", "checks"))
         line = f"record of {self.notebook}: {counts}"
         if get_ipython() is None:
             print(line)
         else:
             display.display({RECORD_MIME: record, "text/plain": line}, raw=True)
-        failed = [row["check"] for row in checks if row["verdict"] == "failed"]
+        failed = [row["check"] for row in record["checks"] if not row["passed"]]
         if failed:
             raise SpeedkitError(f"{len(failed)} of this notebook's checks failed: {'; '.join(failed)}")
 

@@ -33,12 +33,11 @@ class Measurement:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Verdict:
-    """How a check of the notebook, or a guide's `claim`, came out."""
+class Check:
+    """What a notebook checks of its own results, and whether it holds."""
 
     check: str
-    claim: str | None
-    verdict: Literal["passed", "failed", "confirmed", "smaller", "larger", "contradicted", "unresolved", "needs_gpu"]
+    passed: bool
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,7 +79,7 @@ class Record:
     fallbacks: list[Json]
     measurements: list[Measurement]
     tables: dict[str, list[Json]]
-    verdicts: list[Verdict]
+    checks: list[Check]
     seconds: float | None = None
 
 

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 from speedkit.lab.provenance import is_current, notebooks_folder
 from speedkit.lab.record import NotebookRun
 from speedkit.lab.records import published
-from speedkit.measure.compare import Comparison
 
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 NOT_MEASURED = "not measured yet"
-ANSWERS = ("confirmed", "smaller", "larger", "contradicted", "unresolved")
+NEEDS_GPU = "needs a GPU"
 BY_DECISION = {"faster": "confirmed", "slower": "contradicted", "not worth it": "smaller", "undecided": "unresolved"}
-WORDS = {word: word for word in ANSWERS} | {"needs_gpu": "needs a GPU"}
+BY_QUALITY = {"as good": "confirmed", "worse": "contradicted"}
 FIGURES = ("ratio", "low", "high")
-TEXTS = ("device", "notebook", "workload", "created", "evidence")
+TEXTS = ("device", "notebook", "created")
 UNANSWERED = dict.fromkeys(TEXTS, "") | dict.fromkeys((*FIGURES, "value")) | {"stale": False, "verdict": NOT_MEASURED}
 Row = Mapping[str, Any]
 
@@ -33,7 +32,7 @@ def read_claims() -> dict[str, dict[str, str]]:
 def widened(low: float, high: float) -> tuple[float, float]:
     """Return a promised range as it is read: one figure stands for itself and what lies near it."""
     spread = ONE_FIGURE_TOLERANCE if low == high else 0.0
-    return low * (1 - spread), high * (1 + spread)
+    return low - spread * abs(low), high + spread * abs(high)
 
 
 def answer(promise: tuple[float, float], measurement: Row) -> str:
@@ -54,24 +53,16 @@ def answer(promise: tuple[float, float], measurement: Row) -> str:
     return "unresolved" if low <= 1 else "confirmed"
 
 
-def judge(run: NotebookRun, claim: str, comparison: Comparison | Row, *, needs_gpu: bool = False) -> None:
-    """Record how a measured ratio answers a claim; `needs_gpu` where that is about GPUs.
-
-    A speed-up that was promised without a figure is confirmed by what is faster.
-    """
-    row = comparison if isinstance(comparison, Mapping) else comparison.as_measurement()
-    promised = read_claims()[claim]
-    why = "measured {ratio:.2f}x ({low:.2f} to {high:.2f})".format(**row)
-    if promised["low"]:
-        promise = widened(float(promised["low"]), float(promised["high"]))
-        verdict = answer(promise, row)
-        why = f"promised {promise[0]:.2f} to {promise[1]:.2f}x, {why}"
-    else:
-        verdict = BY_DECISION[row["decision"]]
-        why = f"offered with no figure, {why}"
-    if needs_gpu and run.hardware.device.type != "cuda":
-        verdict, why = "needs_gpu", f"{why} on a machine without the GPU that it is about"
-    run.verdict(claim, verdict, why, measurement=row["name"])
+def answer_of_value(promise: tuple[float, float], value: float, *, rule: bool) -> str:
+    """Return how a share, or a change in per cent, answers a promised range; a rule holds in its range or not."""
+    low, high = promise
+    if high < 0:  # a saving, seen from the other side
+        low, high, value = -high, -low, -value
+    if low <= value <= high:
+        return "confirmed"
+    if rule or value <= 0:
+        return "contradicted"
+    return "smaller" if value < low else "larger"
 
 
 # ---- the answers ----
@@ -89,19 +80,24 @@ def recorded(run: NotebookRun) -> list[dict[str, Any]]:
 
 
 class Reading(NamedTuple):
-    """A record; whether its notebook and the modules this measures are still what made it; the tuning's workload."""
+    """A record, and whether its notebook and the modules that this measures are still what made it."""
 
     record: Row
     current: bool
-    workload: str = ""
+
+    @property
+    def lesson(self) -> str:
+        """The name of its notebook, with the workload where that is a tuning."""
+        workload = self.record.get("workload")
+        return f"{self.record['notebook']}-{workload['name']}" if workload else self.record["notebook"]
 
 
 def gather(folder: Path, but: Row | None = None) -> list[Reading]:
     """Return the records of the notebooks in `folder`; without what the machine and notebook of `but` left before."""
     return [
-        Reading(record, is_current(record, notebook), path.stem.partition("-")[2])
+        Reading(record, is_current(record, notebook))
         for notebook in sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-        for path, record in published(notebook).items()
+        for record in published(notebook).values()
         if but is None or record["notebook"] != but["notebook"] or machine(record) != machine(but)
     ]
 
@@ -111,36 +107,58 @@ def answers(
 ) -> list[dict[str, Any]]:
     """Return a row for each claim and each record that answers it, GPUs first; one that none answers has a row too.
 
-    `name_of` names the device of a record. Ratios have the 99 % interval of the measurement that answered the claim;
-    shares and memory have a `value`, in per cent.
+    claims.csv names the lesson and the measurement that answer a claim, or a check, or the first row of a table and its
+    column. `name_of` names the device of a record. Ratios have the 99 % interval of the measurement; shares and changes
+    have a `value`, in per cent.
     """
     readings = sorted(readings, key=lambda reading: not reading.record["hardware"].get("gpu"))
     rows: list[dict[str, Any]] = []
     for name, claim in claims.items():
-        low, high = (None if end in ("", "linear") else float(end) for end in (claim["low"], claim["high"]))
-        if claim["metric"] == "speedup" and low is not None and high is not None:
-            low, high = widened(low, high)
-        promise: dict[str, Any] = {key: claim[key] for key in ("technique", "plan_field", "metric", "guide")}
-        promise |= {"claim": name, "promised_low": low, "promised_high": high}
-        measured = [
-            promise | {"device": name_of(reading.record)} | _answered(reading, verdict)
-            for reading in readings
-            for verdict in reading.record["verdicts"]
-            if verdict["claim"] == name
-        ]
-        rows += measured or [promise | UNANSWERED]
+        told: dict[str, Any] = {key: claim[key] for key in ("technique", "plan_field", "metric", "guide")}
+        told |= {"claim": name, "promised": promise_of(claim)}
+        found = [told | _answered(claim, reading, name_of) for reading in readings if reading.lesson == claim["lesson"]]
+        found = [row for row in found if row["verdict"] != NOT_MEASURED]
+        rows += found or [told | UNANSWERED]
     return rows
 
 
-def _answered(reading: Reading, verdict: Row) -> dict[str, Any]:
+def promise_of(claim: Row) -> tuple[float, float] | None:
+    """Return the range that a claim promises, None where it gives no figure."""
+    if not claim["low"]:
+        return None
+    return widened(float(claim["low"]), float(claim["high"]))
+
+
+def _answered(claim: Row, reading: Reading, name_of: Callable[[Row], str]) -> dict[str, Any]:
     record = reading.record
-    figures: Row = next((row for row in record["measurements"] if row["name"] == verdict.get("measurement")), {})
-    return {key: figures.get(key) for key in FIGURES} | {
+    if claim["needs"] == "gpu" and not record["hardware"].get("gpu"):
+        found = {"verdict": NEEDS_GPU}
+    else:
+        found = _found(claim, record)
+    about = {
+        "device": name_of(record),
         "notebook": record["notebook"],
-        "workload": reading.workload,
         "created": record["created"][:10],
-        "evidence": verdict["check"],
         "stale": not reading.current,
-        "verdict": WORDS[verdict["verdict"]],
-        "value": verdict.get("value"),
     }
+    return UNANSWERED | found | about
+
+
+def _found(claim: Row, record: Row) -> dict[str, Any]:
+    """Return the verdict on a claim, with the figures of the record that it rests on."""
+    promise, named, rule = promise_of(claim), claim["measurement"], claim["metric"] == "rule"
+    for row in record["measurements"]:
+        if row["name"] == named:
+            verdict = answer(promise, row) if promise else BY_DECISION[row["decision"]]
+            return {"verdict": verdict} | {end: row[end] for end in FIGURES}
+    if claim["metric"] == "quality" and record.get("quality"):
+        quality = record["quality"]
+        return {"verdict": BY_QUALITY.get(quality["decision"], "unresolved"), "value": 100 * quality["mean_change"]}
+    for row in record["checks"]:
+        if row["check"] == named and promise:
+            return {"verdict": answer_of_value(promise, row["passed"], rule=rule)}
+    table, _, column = named.partition(".")
+    for row in record["tables"].get(table, ()):
+        if promise:
+            return {"verdict": answer_of_value(promise, row[column], rule=rule), "value": row[column]}
+    return {}

@@ -15,31 +15,24 @@ PROMISED = "#F0E442"
 
 
 @style.context(STYLE)
-def promises(rows: Sequence[Mapping[str, Any]], *, percent: bool, title: str) -> Figure:
-    """Return promised and measured figures: rows of `claims.answers`, ratios or, with `percent`, changes and shares."""
+def promises(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
+    """Return promised and measured speed-ups, rows of `claims.answers`."""
     names = [f"{row['claim']} {shorten(row['technique'], 28, placeholder=' …')}" for row in rows]
     figure, axes = new_figure(0.27 * len(rows) + 1.5, names)
     for y, row in enumerate(rows):
-        low, high = row["promised_low"], row["promised_high"]
-        if low is not None:
-            least = 1.5 if percent else 0.0  # a single share would be too thin to see
-            axes.barh(y, max(high - low, least), 0.8, left=low, color=PROMISED)
-        point = (row["value"],) * 3 if percent else (row["low"], row["ratio"], row["high"])
+        low, high = row["promised"]
+        axes.barh(y, high - low, 0.8, left=low, color=PROMISED)
         text = row["verdict"] + ", stale" * row["stale"]
-        if point[1] is not None and not (percent and row["stale"]):  # old records hold savings as positive changes
-            _mark(axes, y, point, colour=GREY if row["stale"] else BLUE)
-            sign = "+" * row["metric"].endswith("memory")  # a change, and no share
-            said = f"{point[1]:{sign}.0f} %" if percent else f"{point[1]:.2f}×"
-            text = f"{said} {text}"
+        if row["ratio"] is not None:
+            _mark(axes, y, (row["low"], row["ratio"], row["high"]), colour=GREY if row["stale"] else BLUE)
+            text = f"{row['ratio']:.2f}× {text}"
         write_beside(axes, y, text)
-    axes.axvline(0.0 if percent else 1.0, color=INK, linewidth=0.8, zorder=1)
-    axes.set(xlabel="per cent: change of memory (left is less), or share of the time")
-    if not percent:
-        axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
-        round_ticks(axes.xaxis)
+    axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
+    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
+    round_ticks(axes.xaxis)
     colours = {"promised": PROMISED, "measured": BLUE, "stale": GREY}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    add_caption(figure, title, marks, about="hollow: the interval holds 1" if not percent else "")
+    add_caption(figure, title, marks, about="hollow: the interval holds 1")
     return figure
 
 

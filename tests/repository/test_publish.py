@@ -232,8 +232,8 @@ def test_the_readme_and_its_figure_say_of_which_code_each_record_is(folder, tmp_
     assert "No tuning" in empty and "Nothing is measured beside its peers" in empty
     whole(folder / "90_tune.ipynb")
     commit(tmp_path)
-    verdicts = [{"check": "why", "claim": None, "verdict": word} for word in ("passed", "failed")]
-    write_record(folder, HERE, "21_tiny", verdicts=verdicts, seconds=130.0)
+    checks = [{"check": "why", "passed": passed} for passed in (True, False)]
+    write_record(folder, HERE, "21_tiny", checks=checks, seconds=130.0)
     tuning = {
         "speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25, "decision": "faster"},
         "speedup_careful": {"ratio": 2.5, "low": 2.0, "high": 3.0, "decision": "faster"},
