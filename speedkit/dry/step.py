@@ -69,7 +69,7 @@ def eager_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, Any]
         counter = OperatorCounter()
         rest, model = counter.moved_bytes, Counter[str]()
         note = functools.partial(setattr, counter, "moved_bytes")
-        run.position.batch = next(run.data.batches)  # loading is not counted
+        run.position.batch = next(run.data.training_batches)  # loading is not counted
         with between(run.learner.model, functools.partial(note, model), functools.partial(note, rest)), counter:
             next(steps(run))
     moved = rest + model

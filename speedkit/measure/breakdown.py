@@ -245,7 +245,7 @@ def breakdown_of(
             cache_dir=cache_dir,
             progress=False,
             endless=True,
-            batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
+            wrap_batches=lambda stream: iter(timeline.timed(DATA, stream.__next__), None),  # without an end
         )
         stack.callback(run.close)
         optimizer = run.learner.optimizer

@@ -93,7 +93,7 @@ def count(workload: Workload, recipe: Recipe, plan: Plan, *, device: torch.devic
     ):
         training = steps(run)
         for _ in range(count_steps):
-            run.position.batch = next(run.data.batches)  # loading is not counted
+            run.position.batch = next(run.data.training_batches)  # loading is not counted
             with counter:
                 next(training)
     flops = {name: number // count_steps for name, number in counter.flops.items()}

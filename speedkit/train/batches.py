@@ -18,7 +18,7 @@ def next_batch(run: TrainingRun) -> Batch:
     """Return the batch of the next step, augmented, on the device; again the same one if it is to be repeated."""
     position = run.position
     if position.batch is None:
-        position.batch = augment(run, next(run.data.batches), position.step)
+        position.batch = augment(run, next(run.data.training_batches), position.step)
     return position.batch
 
 

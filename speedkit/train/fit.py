@@ -68,18 +68,18 @@ def fit(
                 for step in steps(run):
                     if run.reporting.history.log_steps[-1:] == [step]:
                         report(run)
-                    if position.stopping:
+                    if position.stop_agreed:
                         break
             except DataError:
                 keep_last_step(run)
                 raise
         history = finish(run)
-    if position.stopping:
+    if position.stop_agreed:
         kept = SO_FAR
         if run.out is not None:
             kept = f"resume=True goes on from {run.out / NAME}"
-        name = signal.Signals(position.stop).name
-        raise Interrupted(f"stopped by {name} after step {position.step}; {kept}", position.stop, history)
+        name = signal.Signals(position.stop_signal).name
+        raise Interrupted(f"stopped by {name} after step {position.step}; {kept}", position.stop_signal, history)
     return history
 
 
@@ -153,9 +153,9 @@ def stop_on_signal(run: TrainingRun) -> Iterator[None]:
     heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
 
     def request(number: int, _frame: Any) -> None:
-        if run.position.stop and not run.ranks.several:  # the second one stops at once
+        if run.position.stop_signal and not run.ranks.several:  # the second one stops at once
             raise KeyboardInterrupt
-        run.position.stop = number
+        run.position.stop_signal = number
 
     with answered_by(request, heard):
         yield

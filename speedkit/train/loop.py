@@ -24,7 +24,7 @@ from speedkit.workload import Batch
 
 
 def steps(run: TrainingRun) -> Generator[int, None, None]:
-    """Make the steps of `train`; repeat the batch of one that found no memory, no compiled code or no cuDNN for it.
+    """Run `train`; where memory, compiled code or cuDNN fails in a step, change that and repeat its batch.
 
     A generator, so that a measurement can hold two runs and let them take turns.
     """
@@ -75,7 +75,7 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
                 loss, outputs = run.workload.loss(learner.replica, part, run.recipe)
             if weight is not None:
                 loss = loss * weight
-            loss = run.ranks.told_to_all(loss)
+            loss = run.ranks.spread_nonfinite(loss)
             scaler.scale(loss).backward()
             losses.append(loss.detach())
         step_loss = sum(losses[1:], losses[0])
@@ -96,19 +96,22 @@ def train(run: TrainingRun) -> Generator[int, None, None]:
         position.recent.append((step_loss, run.data.train.epoch, run.data.train.position))
 
         evaluates = position.evaluates()
-        stops = position.stop and not run.ranks.several  # several ranks agree on it at their next log point
-        if evaluates or stops or position.step % run.plan.log_every == 0:
+        asked_to_stop = position.stop_signal and not run.ranks.several  # ranks agree on it at their next log point
+        if evaluates or asked_to_stop or position.step % run.plan.log_every == 0:
             log(run, outputs, part)  # the host waits for the device here
         del batch, parts, part, loss, outputs  # else they would lie in memory beside the next batch, or the test set's
         if evaluates:
             evaluate(run)
-        if run.out is not None and (evaluates or position.stopping):
+        if run.out is not None and (evaluates or position.stop_agreed):
             save(run)
         yield position.step
 
 
 def set_learning_rate(learner: Learner, step: int) -> None:
-    """Set the learning rate of the next step, by the steps made: a fused optimizer's are counted on the device."""
+    """Set the learning rate of the next step; steps that were left out do not advance the schedule.
+
+    With a fused optimizer their number stays on the device, so that the host does not wait for it.
+    """
     guard = learner.guard
     last = len(learner.learning_rates) - 1  # at which a run that never ends stays
     rate: Any
@@ -133,7 +136,7 @@ def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
     contexts.enter_context(learner.precision.context)
-    # An epoch's last part would be compiled for anew; a user's batches may have any size.
+    # A part smaller than the micro-batch would be compiled anew. A user's own batches (ALL) vary, and stay compiled.
     if len(part.inputs) < learner.micro_batch < ALL:
         contexts.enter_context(eager(run.plan))
     contexts.enter_context(run.ranks.gradient_exchange(learner.replica, last))
@@ -152,8 +155,8 @@ def log(run: TrainingRun, outputs: Tensor | None = None, part: Batch | None = No
     """Read the losses since the last log point; show the score of the last `part` of a batch by its `outputs`."""
     position = run.position
     reporting = run.reporting
-    position.stop = max(run.ranks.all_gather(position.stop))
-    position.stopping = bool(position.stop)
+    position.stop_signal = max(run.ranks.all_gather(position.stop_signal))
+    position.stop_agreed = bool(position.stop_signal)
     loss = read_losses(run)
     step_s = reporting.lap() / len(position.recent)
     position.recent.clear()

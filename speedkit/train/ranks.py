@@ -72,8 +72,8 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    def told_to_all(self, loss: Tensor) -> Tensor:
-        """Return `loss`, []: where it is not finite its gradients, which all ranks get, are not either."""
+    def spread_nonfinite(self, loss: Tensor) -> Tensor:
+        """Return `loss`, []; where it is not finite, neither are its gradients: all ranks see it after the exchange."""
         if not self.several:
             return loss
         return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)

@@ -60,7 +60,7 @@ class Data:
     train: BatchStream
     validation: BatchStream
     test: BatchStream
-    batches: Iterator[Batch]  # what is learned from: those of `train`, or what a measurement makes of them
+    training_batches: Iterator[Batch]  # what is learned from: those of `train`, or what a measurement makes of them
 
     @property
     def bad(self) -> dict[str, str]:
@@ -84,8 +84,8 @@ class Position:
     # Loss [], epoch and batch of each step since the log point.
     recent: list[tuple[Tensor, int, int]] = dataclasses.field(default_factory=list)
     last_loss: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(torch.nan))  # [] of the latest step
-    stop: int = 0  # the signal that asks the run to stop
-    stopping: bool = False  # it stops after this step: found out at a log point, where several ranks agree on it
+    stop_signal: int = 0  # that asks the run to stop
+    stop_agreed: bool = False  # it stops after this step: found out at a log point, where several ranks agree on it
 
     def evaluates(self) -> bool:
         """Return whether the step that was just made is followed by an evaluation."""
@@ -135,7 +135,7 @@ class TrainingRun:
     data: Data
     position: Position
     reporting: Reporting
-    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # what `close` does
+    cleanup: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # what `close` does
 
     @property
     def plan(self) -> Plan:
@@ -157,7 +157,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """End loader processes, progress bar and the writing of a checkpoint; put back what was set for the process."""
-        self.ends.close()
+        self.cleanup.close()
 
 
 def names_in(workload: Workload) -> str:

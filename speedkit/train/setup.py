@@ -52,27 +52,27 @@ def setup_run(
     on_log: Callable[[dict[str, float]], object] | None = None,
     verbose: bool = False,
     endless: bool = False,
-    batches: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
+    wrap_batches: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> TrainingRun:
     """Return a training run, ready for its first step. Its options are those of `fit`, and two for measuring.
 
-    `endless`: it never stops nor evaluates. `batches` makes of the stream of batches the one that is learned from.
+    `endless`: it never stops nor evaluates. `wrap_batches` makes of the training stream the one that is learned from.
     """
     began_s = time.perf_counter()
     recipe = recipe or workload.recipe
     check_recipe(recipe, workload)
     hardware = this_machine(local_device(device))
-    with contextlib.ExitStack() as ends:  # of a run that cannot be set up they are reached here, else by its `close`
+    with contextlib.ExitStack() as cleanup:  # where setting up fails it is done here, else by the run's `close`
         # What the plan becomes here, and the part that this process has in the run.
-        ends.enter_context(process_state_kept(hardware.device))
+        cleanup.enter_context(process_state_kept(hardware.device))
         effective = resolve(plan or Plan(), hardware, strict, workload=workload, batch_size=recipe.batch_size)
-        ends.enter_context(compile.recompile_limit_kept(effective.plan))
+        cleanup.enter_context(compile.recompile_limit_kept(effective.plan))
         ranks = Ranks(effective.plan, recipe, hardware.device)
         resume = resume or ranks.restarted
         folder = Path(out) if out is not None else None
         if folder is not None and ranks.first:
             claim_folder(folder, "train", resume)
-            ends.enter_context(folder_held(folder))
+            cleanup.enter_context(folder_held(folder))
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)  # CUDA raises later where it has none
@@ -84,14 +84,14 @@ def setup_run(
             effective.check_strict()
         show = progress if ranks.first and not endless else False
         data = open_data(workload, recipe, effective.plan, ranks=ranks, cache_dir=cache_dir, show=show, endless=endless)
-        data.batches = batches(data.train)
-        ends.callback(data.close)
+        data.training_batches = wrap_batches(data.train)
+        cleanup.callback(data.close)
         last_step = len(learner.learning_rates)
         position = Position(math.inf, 0) if endless else first_position(effective.plan, last_step, len(data.train))
         history = History(workload.name, recipe, effective, str(ranks.device))
         bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
         reporting = Reporting(history, bar, on_log if ranks.first else None)
-        ends.callback(reporting.close)
+        cleanup.callback(reporting.close)
         run = TrainingRun(workload, recipe, effective, ranks.device, ranks, folder, learner, data, position, reporting)
         if folder is not None:
             begin_in(folder, run, resume)
@@ -100,7 +100,7 @@ def setup_run(
         if bar.mode != "off" and not ranks.several and (busy := advice(hardware)):
             bar.say(f"  {busy}")
         history.prepare_s = time.perf_counter() - began_s
-        run.ends = ends.pop_all()
+        run.cleanup = cleanup.pop_all()
         return run
 
 
@@ -142,7 +142,7 @@ def open_data(
     validation = test
     if workload.validation and not endless:
         validation = open_stream(workload.validation, cached=True, seed=None)
-    return Data(train, validation, test, batches=train)
+    return Data(train, validation, test, training_batches=train)
 
 
 def begin_in(folder: Path, run: TrainingRun, resume: bool) -> None:
@@ -202,7 +202,8 @@ def choose_auto_settings(
         search = micro_batch_for(workload, share, effective.plan, device=ranks.device, make_run=setup_run)
         memory.release(ranks.device)  # what the search had allocated, in blocks cut for other sizes
         effective.add(Fallback("micro_batch", "auto", search.micro_batch, search.why))
-    return min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)  # what suits each of them
+    # Ranks may have found different micro-batches: all take the smallest, which fits everywhere.
+    return min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)
 
 
 def build_learner(workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks) -> Learner:
