@@ -27,6 +27,10 @@ HAND_TYPED = re.compile(
     r"|\b(twice|thrice)\s+as\s+(fast|slow|quick)",
     re.IGNORECASE,
 )
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
+UNITS = (1, 1e2, 1e3, 1e6, 1e-6)  # a record has seconds, bytes and shares; a sentence ms, µs, MB and per cent
+SECONDS = re.compile(r"'(long_)?seconds_[ab]': \[[^\]]*\]")  # of single turns, which no figure shows
+SMALL = 4  # up to which a number counts things, and is in no table
 
 
 def contract_problems(path: Path) -> list[str]:
@@ -77,6 +81,7 @@ def contract_problems(path: Path) -> list[str]:
             line.startswith("PASS ") for shown in printed for line in shown.splitlines()
         ),
         f"it has the metadata or tags {sorted(metadata)}": not metadata,
+        f"it tells numbers that nothing beside them shows: {untold(notebook)}": not untold(notebook),
     }
     return [problem for problem, holds in rules.items() if not holds] + validate_record(record)
 
@@ -84,6 +89,40 @@ def contract_problems(path: Path) -> list[str]:
 def hand_typed_speedups(text: str) -> list[str]:
     """Return the phrases of Markdown `text` that state a speed-up, which only a record may do."""
     return [match[0] for match in HAND_TYPED.finditer(text)]
+
+
+def untold(notebook: Any) -> list[str]:
+    """Return the numbers in what `run.tell` says that are neither in the record nor in what else the lesson shows."""
+    told, shown = [], []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            shown.append(cell.source)
+            continue
+        for output in cell.outputs:
+            data = output.get("data", {})
+            sentences = data.get("text/markdown") if ".tell(" in cell.source else None
+            if sentences is not None:
+                told += [line for line in sentences.splitlines() if not line.startswith("|")]
+            else:
+                kinds = [kind for kind in data if not kind.startswith("image/")]
+                shown += [output.get("text", ""), *(SECONDS.sub("", str(data[kind])) for kind in kinds)]
+    known = [value for text in shown for _, value in numbers_in(re.sub(r"<[^>]*>", " ", text))]
+    return [number for line in told for number, value in numbers_in(line) if not _is_known(number, value, known)]
+
+
+def numbers_in(text: str) -> list[tuple[str, float]]:
+    """Return the numbers of a text as written and as values; names such as C12 and the numbers of a list are none."""
+    written = NUMBER.findall(re.sub(r"^\d+\. ", "", text))
+    return [(number, float(number.rstrip(",").replace(",", ""))) for number in written]
+
+
+def _is_known(number: str, value: float, known: list[float]) -> bool:
+    """Return whether a number is one of the known ones, rounded to its last digit, in whatever unit."""
+    if value <= SMALL and value == int(value):
+        return True
+    mantissa, _, exponent = number.rstrip(",").replace(",", "").partition("e")
+    last_digit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    return any(abs(value - unit * each) <= 0.501 * last_digit for each in known for unit in UNITS)
 
 
 def _tags(cell: Any) -> set[str]:
