@@ -36,11 +36,6 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(os.environ["DRY_GPU_LIBRARY"])
 
 
-def launches_so_far() -> int:
-    """Return how often the host has made the GPU compute since the block of `counted` began."""
-    return sum(library().dry_count(kind.encode()) for kind in LAUNCHED)
-
-
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
     """Yield what is filled, when the block ends, with what the GPU was asked to do in it."""
