@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from speedkit.dry.gpus import Gpu, find_gpu
-from speedkit.dry.predict import CLOSE, gains, prediction
+from speedkit.dry.predict import CLOSE, ERRORS, gains, prediction
 from speedkit.dry.process import run
 from speedkit.errors import UsageError
 from speedkit.measure.breakdown import StepFacts
@@ -96,4 +96,4 @@ def as_page(rows: list[dict[str, Any]], name: str = "page.html.j2") -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=name == "page.html.j2", trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template(name).render(rows=rows, close=CLOSE)
+    return environment.get_template(name).render(rows=rows, close=CLOSE, errors=ERRORS)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from speedkit.dry.counts import counted
-from speedkit.dry.step import WARM_UP, leave_out_cudnn_attention, number_format, step_facts
+from speedkit.dry.step import WARM_UP, number_format, step_facts
 from speedkit.errors import UsageError
 from speedkit.measure.roofline import OperatorCounter
 from speedkit.measure.script import models_of
@@ -31,7 +31,7 @@ def counted_script(script: str, argv: Sequence[str]) -> dict[str, Any] | None:
     A step lasts from one update to the next, by the optimizer that is the first to make one. Raises UsageError for a
     script that makes too few, and for one that compiles: in compiled code no operators are seen.
     """
-    leave_out_cudnn_attention()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its graphs ask more of an engine than the stand-in offers
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
     optimizers: list[Optimizer] = []

@@ -24,7 +24,7 @@ from speedkit.measure.predict import FUSED
 from speedkit.measure.roofline import OperatorCounter, Operators, format_of_products
 from speedkit.plan import CUDA_GRAPHS, Plan, as_plan
 from speedkit.recipe import Recipe
-from speedkit.train.attention import BACKENDS
+from speedkit.train.attention import leave_out_cudnn
 from speedkit.train.loop import steps, train
 from speedkit.train.memory import OUT_OF_MEMORY, release
 from speedkit.train.micro_batch import peak_of_step, trial_plan, with_longest_first
@@ -45,7 +45,6 @@ def counted_step(workload: Workload, recipe: Recipe, plan: Plan | str, *, search
 
     Loading is left out, and a cache in the GPU's memory. `search`: with the largest micro-batch and length that fit.
     """
-    leave_out_cudnn_attention()
     asked = as_plan(plan, this_machine(GPU))
     plain = dataclasses.replace(trial_plan(asked), micro_batch=asked.micro_batch)
     try:
@@ -64,16 +63,20 @@ def counted_step(workload: Workload, recipe: Recipe, plan: Plan | str, *, search
     return found
 
 
-def leave_out_cudnn_attention() -> None:
-    """Let another kernel compute what cuDNN would: its graphs ask more of an engine than the stand-in offers."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    BACKENDS["cudnn"] = BACKENDS["efficient"]
+def run_of(workload: Workload, recipe: Recipe, plan: Plan) -> contextlib.closing[TrainingRun]:
+    """Return a run that is closed at the end of a block.
+
+    It computes no attention by cuDNN, whose graphs ask more of an engine than the stand-in offers.
+    """
+    release(GPU)
+    run = setup_run(workload, recipe, plan, device=GPU, endless=True, progress=False)
+    leave_out_cudnn(run.learner.model)
+    return contextlib.closing(run)
 
 
 def eager_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Return the facts of a step without compiled code, and what its operators compute and move."""
-    release(GPU)
-    with contextlib.closing(setup_run(workload, recipe, plan, device=GPU, endless=True, progress=False)) as run:
+    with run_of(workload, recipe, plan) as run:
         found = facts_of_step(run)
         counter = OperatorCounter()
         rest, model = counter.moved_bytes, Counter[str]()
@@ -132,13 +135,12 @@ def between(module: nn.Module, enter: Callable[[], None], leave: Callable[[], No
 
 def compiled_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Return the facts of a compiled step, and the bytes that the kernels that were generated for it move."""
-    release(GPU)
     compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # else Inductor counts no bytes
     # Nor does it of code that was kept.
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     metrics.reset()
-    with contextlib.closing(setup_run(workload, recipe, plan, device=GPU, endless=True, progress=False)) as run:
+    with run_of(workload, recipe, plan) as run:
         found = facts_of_step(run)
     generated = [words for node, words in metrics.nodes_num_elem if not node.is_extern()]
     return found | {"fused_bytes": 4 * sum(generated)}
@@ -193,10 +195,7 @@ def largest_that_fit(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str
 
     Found by bisection on PyTorch's own allocator. Nothing is known of batches that cannot be taken apart.
     """
-    release(GPU)
-    with contextlib.closing(
-        setup_run(with_longest_first(workload), recipe, plan, device=GPU, endless=True, progress=False)
-    ) as run:
+    with run_of(with_longest_first(workload), recipe, plan) as run:
         longest: Any = next(run.data.test.one_epoch())
         if not getattr(longest, "splits", True):
             return {}
