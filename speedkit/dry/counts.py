@@ -25,11 +25,6 @@ class Counts:
         """How often the host made the GPU compute."""
         return sum(self[kind] for kind in LAUNCHED)
 
-    @property
-    def waits(self) -> int:
-        """How often the host waited for the GPU."""
-        return self["sync"]
-
 
 def library() -> ctypes.CDLL:
     """Return the stand-in that this process has. Raises KeyError in another one."""

@@ -33,9 +33,8 @@ def dry_run(
     if isinstance(gpu, str):
         gpu = find_gpu(gpu)
     recipe = recipe or workload.recipe
-    step = "speedkit.dry.step:counted_step"
     try:
-        counted = run(step, gpu, TIMEOUT_S, workload=workload, recipe=recipe, plan=plan)
+        counted = run("speedkit.dry.step:counted_step", gpu, TIMEOUT_S, workload=workload, recipe=recipe, plan=plan)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = f"{workload.name} cannot be handed to another process"
         raise UsageError(f"{why}: install cloudpickle, or put it into a module ({error})") from error

@@ -3,6 +3,7 @@
 import gc
 import runpy
 import sys
+import traceback
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from speedkit.dry.counts import counted
 from speedkit.dry.step import WARM_UP, number_format, step_facts
-from speedkit.errors import UsageError
+from speedkit.errors import SpeedkitError, UsageError
 from speedkit.measure.roofline import OperatorCounter
 from speedkit.measure.script import models_of
 from speedkit.measure.warm_up import compilations
@@ -29,7 +30,7 @@ def counted_script(script: str, argv: Sequence[str]) -> dict[str, Any] | None:
     """Return what a step of a script asks of this process's GPU, as plain values; None where it runs out of memory.
 
     A step lasts from one update to the next, by the optimizer that is the first to make one. Raises UsageError for a
-    script that makes too few, and for one that compiles: in compiled code no operators are seen.
+    script that fails or makes too few, and for one that compiles: in compiled code no operators are seen.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # its graphs ask more of an engine than the stand-in offers
     sys.argv = [script, *argv]
@@ -48,15 +49,15 @@ def counted_script(script: str, argv: Sequence[str]) -> dict[str, Any] | None:
         runpy.run_path(script, run_name="__main__")
     except Counted as end:
         return end.args[0]
-    except SystemExit as error:
-        if error.code:
-            raise
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    made = f"{script} made {len(optimizers)} optimizer steps"
-    raise UsageError(f"{made}, too few to count one: it takes {WARM_UP + 2}")
+    except SpeedkitError:
+        raise
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            return None
+        places = [place for place in traceback.extract_tb(error.__traceback__) if place.filename == script]
+        where = f"line {places[-1].lineno}: " if places else ""
+        raise UsageError(f"{where}{type(error).__name__}: {error}") from error
+    raise UsageError(f"it made {len(optimizers)} optimizer steps, too few to count one: it takes {WARM_UP + 2}")
 
 
 def counting() -> Generator[None, Optimizer, None]:
@@ -67,9 +68,9 @@ def counting() -> Generator[None, Optimizer, None]:
     with counted() as counts:
         optimizer = yield
     if compilations():
-        raise UsageError("the script compiles its model: TORCHDYNAMO_DISABLE=1 shows it as it is without")
+        raise UsageError("it compiles its model: TORCHDYNAMO_DISABLE=1 shows it as it is without")
     if not counts.launches:
-        raise UsageError("the script computes nothing on the GPU: its model and its batches stay on the CPU")
+        raise UsageError("it computes nothing on the GPU: its model and its batches stay on the CPU")
     models = models_of([optimizer], [item for item in gc.get_objects() if issubclass(type(item), nn.Module)])
     facts = step_facts(counts, models, optimizer)
     with OperatorCounter() as counter:

@@ -179,7 +179,7 @@ def step_facts(counts: Counts, models: Iterable[nn.Module], optimizer: Optimizer
     return {
         "memory": memory,
         "launches": counts.launches,
-        "waits": counts.waits,
+        "waits": counts["sync"],
         "copies": dict(counts.names["memcpy"]),
         "kernels": dict(kernels.most_common()),
     }

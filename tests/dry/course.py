@@ -117,7 +117,7 @@ def course(workload, fields, cache_dir, read_back=False):
             "effective": {field: getattr(run.plan, field) for field in fields if field != "preset"},
             "fallbacks": [str(fallback) for fallback in run.effective.fallbacks],
             "launches": counts.launches / COUNTED,
-            "waits": counts.waits / COUNTED,
+            "waits": counts["sync"] / COUNTED,
             "copies": {name: number / COUNTED for name, number in counts.names["memcpy"].items()},
             "exchanges": counts["nccl"] / COUNTED,
             "peak_bytes": torch.cuda.max_memory_allocated(),
