@@ -342,11 +342,11 @@ def table() -> str:
 
 
 def each_case() -> str:
-    """Return predicted by published of each case, a line each."""
+    """Return predicted by published of each case, as the rows of a table in Markdown."""
     lines = []
     for chosen in ("old", "new"):
         for what, rows in ratios(chosen).items():
-            lines += [f"{chosen:4}{what:18}{ratio:6.2f}  {name}" for name, ratio in rows.items()]
+            lines += [f"| {name} | {chosen} | {what} | {ratio:.2f} |" for name, ratio in rows.items()]
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what an editor shows of the public names; when the program runs they are loaded by __getattr__
+    from speedkit.dry.dry_run import dry_run as dry_run
     from speedkit.fallbacks import resolve as resolve
     from speedkit.lab.record import start as start
     from speedkit.lab.tuning import tune as tune
@@ -38,6 +39,7 @@ _HOMES = {
     "from_loader": "speedkit.own_workload",
     "profile": "speedkit.measure.profile",
     "compare": "speedkit.measure.compare",
+    "dry_run": "speedkit.dry.dry_run",
     "tune": "speedkit.lab.tuning",
     "explore": "speedkit.lab.workbench",
     "load_workload": "speedkit.lab.workloads",

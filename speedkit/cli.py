@@ -53,9 +53,10 @@ from speedkit.options import (
     seconds,
     typed,
 )
-from speedkit.plan import Plan
+from speedkit.plan import Plan, as_plan
 from speedkit.recipe import Recipe
 
+OF_SCRIPT = "of the script"  # what a script trains by, beside plans
 RENDERING_S = 20.0  # of a tuning's budget, for report and notebook; with what came before a quarter of it at most
 
 
@@ -261,8 +262,7 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     read_trace = values["read_trace"]
     if (read_trace is None) == (not workload):
         raise UsageError("name a WORKLOAD, a SCRIPT or --read-trace FILE, one of them")
-    if arguments:
-        raise UsageError(f"{arguments[0]!r} is one argument too many: only a script, NAME.py, has arguments of its own")
+    refuse_arguments(arguments)
     if read_trace is not None:
         breakdown = profile_trace(Path(read_trace))
         folder = claim_folder(values["out"], "profile")
@@ -284,12 +284,23 @@ def profile_script(script: Path, arguments: tuple[str, ...], out: Path) -> None:
     from speedkit.lab.frameworks import change_in_words
     from speedkit.measure import script as scripts
 
+    refuse_options_of_workloads(script)
+    scripts.profile_script(script, arguments, out, in_words=change_in_words)
+
+
+def refuse_options_of_workloads(script: str | Path, *own: str) -> None:
+    """Raise UsageError where an option was typed that a script does not have: `own` are those that it has."""
     context = click.get_current_context()
     for option in context.command.params:
         is_typed = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
-        if is_typed and option.expose_value and option.name not in ("workload", "arguments", "out"):
+        if is_typed and option.expose_value and option.name not in ("workload", "arguments", "out", *own):
             raise UsageError(f"{option.opts[0]} is for a workload, and {script} says what it trains: leave it out")
-    scripts.profile_script(script, arguments, out, in_words=change_in_words)
+
+
+def refuse_arguments(arguments: tuple[str, ...]) -> None:
+    """Raise UsageError for arguments behind a workload."""
+    if arguments:
+        raise UsageError(f"{arguments[0]!r} is one argument too many: only a script, NAME.py, has arguments of its own")
 
 
 @commands.command(params=[click.Argument(["plan_a"]), click.Argument(["plan_b"]), WORKLOAD, JSON, *RUN])
@@ -313,20 +324,38 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     return 1 if comparison.faster else 0
 
 
-@commands.command("dry-run", params=[WORKLOAD, JSON, *RUN, *OWN_GPU])
+@commands.command("dry-run", cls=WorkloadOrScript, params=[JSON, *RUN, *OWN_GPU])
+@click.argument("workload", metavar="WORKLOAD | SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.option("--gpu", "gpus", type=names_in, default="H100", metavar="T4,RTX4090,H100", help="GPUs, by short names")
 @click.option("--plan", default="fast", metavar="FILE | CAREFUL | FAST", help="beside the baseline")
-def dry_run(workload: str, gpus: list[str], plan: str, **values: Any) -> None:
-    """Say what training WORKLOAD takes on GPUs that are not here: memory and launches counted, time predicted."""
-    from speedkit.dry.dry_run import as_page, dry_runs
+def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values: Any) -> None:
+    """Say what training takes on GPUs that are not here: memory and launches counted, time predicted.
+
+    Of a WORKLOAD, a function package.module:function, or a SCRIPT, whose name ends in .py: the arguments behind it are
+    its own, and it runs until a step was counted.
+    """
+    from speedkit.dry import dry_run as dry
     from speedkit.dry.gpus import chosen_gpus
 
     chosen = chosen_gpus(gpus, typed(values, "sm", "memory", "bandwidth", "tflops"))
-    rows = dry_runs(*find_workload(workload, values), chosen, plans=("baseline", plan), tell=_say)
+    if workload.endswith(".py"):
+        refuse_options_of_workloads(workload, "gpus", "as_json", "sm", "memory", "bandwidth", "tflops")
+        if not Path(workload).is_file():
+            raise UsageError(f"there is no script {workload}: name a file, with its own arguments after it")
+        find = functools.partial(dry.dry_run_script, Path(workload), arguments)
+        rows = dry.dry_runs(workload, find, [OF_SCRIPT], gpus=chosen, tell=_say)
+    else:
+        refuse_arguments(arguments)
+        plan = values["plan"]
+        as_plan(plan)  # a word that names no plan is refused before anything is counted
+        work, recipe = find_workload(workload, values)
+        find = functools.partial(dry.dry_run, work, recipe=recipe)
+        rows = dry.dry_runs(work.name, find, ["baseline", plan], gpus=chosen, tell=_say)
     folder = claim_folder(values["out"], "dry-run")
     write_json(folder / "dry-run.json", rows)
-    write_text(folder / "dry-run.html", as_page(rows))
-    click.echo(json.dumps(rows) if values["as_json"] else as_page(rows, "text.j2"))
+    write_text(folder / "dry-run.html", dry.as_page(rows))
+    click.echo(json.dumps(rows) if values["as_json"] else dry.as_page(rows, "text.j2"))
 
 
 @commands.command(params=[PLAN, DEVICE, *DATA])

@@ -11,6 +11,7 @@ import torch
 from speedkit import files
 from speedkit.data.loader import make_sample
 from speedkit.dry.gpus import GPUS
+from speedkit.dry.predict import ERRORS
 from speedkit.dry.process import run
 from speedkit.lab.provenance import notebooks_folder
 from speedkit.lab.workloads import BUILT_IN, load_workload
@@ -20,11 +21,12 @@ from speedkit.train.setup import setup_run
 
 COUNTED = "records/batch_sizes.json"
 GPUS_GB = (4, 8, 16, 24, 80)
-ABOUT = """The largest batch, a power of two, that trains in nine tenths of a GPU's memory, by the allocations of
+ABOUT = f"""The largest batch, a power of two, that trains in nine tenths of a GPU's memory, by the allocations of
 steps in float32 on the longest clips of the generated data, with AdamW's state. What CUDA takes for itself is not in
 it, nor the workspaces of convolutions. They are counted by PyTorch's CUDA code on a GPU that is not there (an H100), by
-`python tools/batch_sizes.py`. In 16 bits (`precision`) or recomputed
-(`checkpointing`) more fits, and `micro_batch=auto` finds by trying what suits your data and your GPU."""
+`python tools/batch_sizes.py`. The typical error of memory that is counted so is {ERRORS["memory"]}x
+([how near](../../docs/dry-run.md#how-near-predictions-come)). In 16 bits (`precision`) or recomputed (`checkpointing`)
+more fits, and `micro_batch=auto` finds by trying what suits your data and your GPU."""
 
 
 def count(name: str, size: str) -> dict[str, Any]:

@@ -25,20 +25,10 @@ class Counts:
         """How often the host made the GPU compute."""
         return sum(self[kind] for kind in LAUNCHED)
 
-    @property
-    def waits(self) -> int:
-        """How often the host waited for the GPU."""
-        return self["sync"]
-
 
 def library() -> ctypes.CDLL:
     """Return the stand-in that this process has. Raises KeyError in another one."""
     return ctypes.CDLL(os.environ["DRY_GPU_LIBRARY"])
-
-
-def launches_so_far() -> int:
-    """Return how often the host has made the GPU compute since the block of `counted` began."""
-    return sum(library().dry_count(kind.encode()) for kind in LAUNCHED)
 
 
 @contextlib.contextmanager

@@ -1,22 +1,26 @@
 """What a training would do on a GPU that nobody has rented yet: `speedkit dry-run`."""
 
 import itertools
+import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from speedkit.dry.gpus import Gpu, find_gpu
-from speedkit.dry.predict import CLOSE, gains, prediction
+from speedkit.dry.predict import CLOSE, ERRORS, gains, prediction
 from speedkit.dry.process import run
 from speedkit.errors import UsageError
-from speedkit.plan import Plan, as_plan
+from speedkit.measure.breakdown import StepFacts
+from speedkit.measure.profile_report import time_samples
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.workload import Workload
 
 TIMEOUT_S = 1800.0  # compiling a large model takes minutes
+SAMPLES = 16  # that are loaded to see how long one takes
 
 
 def dry_run(
@@ -29,38 +33,59 @@ def dry_run(
     if isinstance(gpu, str):
         gpu = find_gpu(gpu)
     recipe = recipe or workload.recipe
-    step = "speedkit.dry.step:counted_step"
     try:
-        counted = run(step, gpu, TIMEOUT_S, workload=workload, recipe=recipe, plan=plan)
+        counted = run("speedkit.dry.step:counted_step", gpu, TIMEOUT_S, workload=workload, recipe=recipe, plan=plan)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = f"{workload.name} cannot be handed to another process"
         raise UsageError(f"{why}: install cloudpickle, or put it into a module ({error})") from error
     if counted is None:
         raise UsageError(f"{workload.name} does not fit on {gpu.name}, not a sample: take checkpointing=blocks")
-    found: dict[str, Any] = {"workload": workload.name, "plan": plan, "gpu": gpu.name, "gpu_bytes": gpu.mib << 20}
-    found |= counted | prediction(counted, gpu) | {"gains": gains(counted, gpu)}
+    found = row_of(workload.name, plan, gpu, counted=counted)
     if found["seconds"]:
         found["hours"] = found["seconds"] * recipe.total_steps(len(workload.train)) / 3600
+        if workload.own_loader is None:
+            found["sample_s"] = time_samples(StepFacts(), workload, SAMPLES)
+            found["workers"] = math.ceil(recipe.batch_size * found["sample_s"] / found["seconds"])
     return found
 
 
+def dry_run_script(script: Path, arguments: Sequence[str], *, plan: str, gpu: Gpu) -> dict[str, Any]:
+    """Return what a step of a script takes on a GPU, as `dry_run` does; `plan` is what the row calls the script's own.
+
+    Raises UsageError for what does not fit there, and SpeedkitError for a script that fails.
+    """
+    counted = run("speedkit.dry.script:counted_script", gpu, TIMEOUT_S, script=str(script), argv=list(arguments))
+    if counted is None:
+        raise UsageError(f"{script} does not fit on {gpu.name} as it is: take smaller batches")
+    return row_of(script.name, plan, gpu, counted=counted)
+
+
+def row_of(name: str, plan: Plan | str, gpu: Gpu, *, counted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was counted of a step on a GPU, with what is predicted from it."""
+    found = {"workload": name, "plan": plan, "gpu": gpu.name, "gpu_bytes": gpu.mib << 20, **counted}
+    return found | prediction(counted, gpu) | {"gains": gains(counted, gpu)}
+
+
 def dry_runs(
-    workload: Workload, recipe: Recipe, gpus: list[Gpu], *, plans: Sequence[str], tell: Callable[[str], None]
+    name: str,
+    find: Callable[..., dict[str, Any]],
+    plans: Sequence[str],
+    *,
+    gpus: Sequence[Gpu],
+    tell: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Return what `dry_run` finds for each GPU and plan; `tell` is told of what does not fit.
+    """Return what `find` finds for each GPU and plan; `tell` is told of what does not fit.
 
     Raises UsageError where nothing fits.
     """
-    for plan in plans:
-        as_plan(plan)  # a word that names no plan is refused before anything is counted
     rows = []
     for gpu, plan in itertools.product(gpus, dict.fromkeys(plans)):
         try:
-            rows.append(dry_run(workload, plan, gpu, recipe=recipe))
+            rows.append(find(plan=plan, gpu=gpu))
         except UsageError as error:
             tell(str(error))
     if not rows:
-        raise UsageError(f"{workload.name} runs on none of these GPUs")
+        raise UsageError(f"{name} runs on none of these GPUs")
     return rows
 
 
@@ -70,4 +95,4 @@ def as_page(rows: list[dict[str, Any]], name: str = "page.html.j2") -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=name == "page.html.j2", trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template(name).render(rows=rows, close=CLOSE)
+    return environment.get_template(name).render(rows=rows, close=CLOSE, errors=ERRORS)

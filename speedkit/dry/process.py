@@ -1,10 +1,9 @@
-"""Run a function, or a script, in a process of its own that has a GPU which is not there."""
+"""Run a function in a process of its own that has a GPU which is not there."""
 
 import importlib
 import linecache
 import os
 import pickle
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -23,13 +22,14 @@ from speedkit.errors import SpeedkitError
 def run(what: str, gpu: Gpu, timeout_s: float = 600.0, **arguments: Any) -> Any:
     """Return what a function returns there, called with `arguments`: `what` is package.module:function.
 
-    Of a script, NAME.py, the arguments are `argv`, and nothing is returned. Raises SpeedkitError where it fails, with
-    what the process wrote last, and where it asks for what the stand-in does not have.
+    Raises SpeedkitError where it fails, with what the process wrote last, and where it asks for what the stand-in does
+    not have.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    name = arguments.get("script", what)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         (folder / "call").write_bytes(packed((what, arguments)))
-        command = [sys.executable, "-m", "speedkit.dry.process", name]
+        command = [sys.executable, "-m", "speedkit.dry.process", place]
         variables = environment(gpu) | {"DRY_GPU_NOTES": str(folder / "notes")}
         try:
             done = subprocess.run(
@@ -38,15 +38,15 @@ def run(what: str, gpu: Gpu, timeout_s: float = 600.0, **arguments: Any) -> Any:
             ended = f"ended with {done.returncode}:\n{done.stderr[-2000:]}"
         except subprocess.TimeoutExpired:
             ended = f"has not ended after {timeout_s:g} s"
-        refuse_unknown(f"{what} on {gpu.name}", folder / "notes")
+        refuse_unknown(f"{name} on {gpu.name}", folder / "notes")
         returned, error = None, ended
         if (folder / "answer").exists():
             returned, error = pickle.loads((folder / "answer").read_bytes())
         if error and (folder / "read back").exists():
-            place = (folder / "read back").read_text()
-            raise SpeedkitError(f"{what} reads numbers back from a GPU that has none, at {place}; then it {error}")
+            line = (folder / "read back").read_text()
+            raise SpeedkitError(f"{name} reads numbers back from a GPU that has none, at {line}; then it {error}")
     if error:
-        raise SpeedkitError(f"{what} on {gpu.name} {error}")
+        raise SpeedkitError(f"{name} on {gpu.name} {error}")
     return returned
 
 
@@ -99,28 +99,25 @@ def answer(folder: Path) -> tuple[Any, str]:
     """Return what the call in a folder returns, and how it failed, "" where it did not."""
     what, arguments = pickle.loads((folder / "call").read_bytes())
     try:
-        if what.endswith(".py"):
-            keep_reads(what, folder / "read back")
-            sys.argv = [what, *arguments.get("argv", ())]
-            runpy.run_path(what, run_name="__main__")
-            return None, ""
+        if "script" in arguments:
+            keep_reads(folder / "read back")
         module, _, function = what.partition(":")
         return getattr(importlib.import_module(module), function)(**arguments), ""
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return None, ""
+    except SpeedkitError as error:
+        return None, f"failed: {error}"
+    except (Exception, SystemExit):
         return None, f"failed:\n{traceback.format_exc()}"
 
 
-def keep_reads(script: str, path: Path) -> None:
-    """Keep in the file at `path` which line of the script was the last to read from the GPU."""
+def keep_reads(path: Path) -> None:
+    """Keep in the file at `path` which line of a script was the last to read from the GPU."""
 
     last = ""
 
     def note(_message: object, _kind: object, filename: str, number: int, *_more: object) -> None:
         nonlocal last
         line = f"line {number} of {filename}: {linecache.getline(filename, number).strip()}"
-        if line != last:
+        if line != last and "/torch/" not in filename:  # which reads what it needs itself
             last = line
             path.write_text(line)
 

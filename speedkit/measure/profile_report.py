@@ -88,15 +88,7 @@ def profile_workload(
     notes = costly_switches(hardware.device)
     breakdown = breakdown_of(workload, recipe, plan, device=device, cache_dir=cache_dir, trace_file=trace)
     if workload.own_loader is None:
-        sample = functools.partial(
-            make_sample,
-            items=workload.train,
-            load=workload.load,
-            features=workload.features,
-            target=workload.target,
-        )
-        join = functools.partial(collate, varies=workload.length is not None)
-        time_loading(breakdown.facts, sample, join, count=min(recipe.batch_size, len(workload.train)))
+        time_samples(breakdown.facts, workload, recipe.batch_size)
         breakdown.facts.cacheable = plan.cache == "off"
     return ProfileReport(
         breakdown.as_dict(),
@@ -106,6 +98,17 @@ def profile_workload(
         bottlenecks=rank(breakdown, hardware),
         notes=notes + breakdown.facts.notes + gpu_advice(hardware),
     )
+
+
+def time_samples(facts: StepFacts, workload: Workload, most: int) -> float:
+    """Return the seconds of a sample, after noting what loading and joining the first ones takes, `most` at most."""
+    count = min(most, len(workload.train))
+    sample = functools.partial(
+        make_sample, items=workload.train, load=workload.load, features=workload.features, target=workload.target
+    )
+    join = functools.partial(collate, varies=workload.length is not None)
+    time_loading(facts, sample, join, count=count)
+    return facts.items_s / count
 
 
 def gpu_advice(hardware: Hardware) -> list[str]:

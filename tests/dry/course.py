@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from speedkit.dry.counts import counted, launches_so_far
+from speedkit.dry.counts import LAUNCHED, counted, library
 from speedkit.lab.workloads import audio, load_workload
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import this_machine
@@ -59,6 +59,11 @@ def as_one_rank(plan, recipe, device):
 def joined(fields):
     """Inside, a plan with a strategy for several ranks has one."""
     return patch.object(setup, "Ranks", as_one_rank) if "strategy" in fields else contextlib.nullcontext()
+
+
+def launches_so_far():
+    """How often the host has made the GPU compute since the block of `counted` began."""
+    return sum(library().dry_count(kind.encode()) for kind in LAUNCHED)
 
 
 def adding(launches, part, function):
@@ -112,7 +117,7 @@ def course(workload, fields, cache_dir, read_back=False):
             "effective": {field: getattr(run.plan, field) for field in fields if field != "preset"},
             "fallbacks": [str(fallback) for fallback in run.effective.fallbacks],
             "launches": counts.launches / COUNTED,
-            "waits": counts.waits / COUNTED,
+            "waits": counts["sync"] / COUNTED,
             "copies": {name: number / COUNTED for name, number in counts.names["memcpy"].items()},
             "exchanges": counts["nccl"] / COUNTED,
             "peak_bytes": torch.cuda.max_memory_allocated(),

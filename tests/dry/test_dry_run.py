@@ -1,7 +1,9 @@
 """`speedkit dry-run`: what it counts is what PyTorch allocates, and what it predicts is as near as its table says."""
 
+import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from processes import ROOT
 from torch.utils.data import TensorDataset
 
+from speedkit import dry_run
 from speedkit.dry import predict
-from speedkit.dry.dry_run import dry_run, dry_runs
+from speedkit.dry.dry_run import dry_runs
 from speedkit.dry.gpus import GPUS, chosen_gpus, find_gpu
 from speedkit.dry.process import run
 from speedkit.errors import UsageError
@@ -22,6 +25,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import published
 
 HIDDEN = 4096
+CHANNELS = 128
 WEIGHTS = 4 * (1024 * HIDDEN + HIDDEN + HIDDEN * 10 + 10)  # bytes
 CASES = {published.name_of(case): case for case in published.cases()}
 QUICK = "rasbt norms of PyTorch on A100-40"
@@ -40,6 +44,23 @@ def perceptron():
 def images():
     data = TensorDataset(torch.zeros(64, 1024), torch.zeros(64, dtype=torch.long))
     return from_dataset(perceptron, data, data, recipe=Recipe(batch_size=64, epochs=2), name="perceptron")
+
+
+def recordings():
+    """Sequences of 800 to 2,000 numbers, all lengths multiples of 400."""
+    data = [(torch.zeros(1, 400 * (2 + number % 4)), number % 10) for number in range(64)]
+    net = [
+        torch.nn.Conv1d(1, CHANNELS, 1),
+        torch.nn.AdaptiveAvgPool1d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(CHANNELS, 10),
+    ]
+    recipe = Recipe(batch_size=64, epochs=2)
+    return from_dataset(torch.nn.Sequential(*net), data, data, recipe=recipe, name="recordings", length=length_of)
+
+
+def length_of(sample):
+    return sample.data[sample.index][0].shape[-1]
 
 
 def counts(launches=10, **others):
@@ -67,11 +88,21 @@ def test_memory_by_kind_is_that_of_the_weights_and_a_smaller_gpu_takes_smaller_b
     assert sum(row["flops"].values()) == 2 * 64 * (2 * 1024 * HIDDEN + 3 * HIDDEN * 10)  # none for the inputs
 
 
+def test_longer_samples_fit_in_smaller_batches_and_as_many_workers_load_as_a_step_takes(monkeypatch):
+    monkeypatch.setattr("speedkit.measure.bottlenecks.timed", lambda items, _device, count: items() and [160.0] * count)
+    row = dry_run(recordings(), "baseline", GPUS["T4"]._replace(mib=2048))
+    assert row["micro_batch"] == 64 and row["largest_length"] > 2000 and row["largest_length"] % 400 == 0
+    most = 64 * row["largest_length"]  # numbers at once
+    assert most == pytest.approx(row["largest_micro_batch"] * 2000, rel=0.1)
+    assert 0.25 < 4 * CHANNELS * most / ((2048 - 550) * 2**20) < 1
+    assert row["sample_s"] == 10 and row["workers"] == math.ceil(64 * 10 / row["seconds"])
+
+
 def test_what_does_not_fit_is_one_sentence_and_other_gpus_are_tried():
     told = []
     tiny = GPUS["T4"]._replace(mib=600, name="a tiny GPU")
     with pytest.raises(UsageError, match="perceptron runs on none of these GPUs"):
-        dry_runs(images(), images().recipe, [tiny], plans=["baseline"], tell=told.append)
+        dry_runs("perceptron", partial(dry_run, images()), ["baseline"], gpus=[tiny], tell=told.append)
     assert [re.search("perceptron does not fit on a tiny GPU", sentence) is not None for sentence in told] == [True]
 
 
@@ -92,6 +123,7 @@ def test_the_command_leaves_a_page_and_tells_of_memory_and_time(speedkit, tmp_pa
         (["--gpu", "h10"], r"no GPU 'h10' \(did you mean h100\?\): take T4, .*--sm, --memory"),
         (["--sm", "89", "--memory", "16"], "give all four"),
         (["--gpu", "T4", "--plan", "quick"], "no plan 'quick'"),
+        (["more"], "'more' is one argument too many: only a script"),
     ],
 )
 def test_what_is_not_known_is_one_sentence(speedkit, words, sentence):
@@ -111,6 +143,68 @@ def test_a_model_of_a_notebook_is_handed_over_or_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(UsageError, match="perceptron cannot be handed to another process: install cloudpickle"):
         dry_run(in_a_notebook(), "baseline", "T4")
+
+
+# ---- a script ----
+
+BESIDE = (
+    "from torch import nn\n\ndef net(units):\n    return nn.Sequential(nn.Linear(64, units), nn.Linear(units, 10))\n"
+)
+SCRIPT = """
+import sys
+import torch
+from beside import net
+
+torch.set_float32_matmul_precision("high")
+model = net(int(sys.argv[1])).to(sys.argv[3])
+optimizer = torch.optim.AdamW(model.parameters())
+called = torch.compile(model, backend="eager") if "--compile" in sys.argv else model
+for _ in range(int(sys.argv[2])):
+    loss = called(torch.zeros(32, 64, device=sys.argv[3])).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+open("ended", "w")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def test_a_script_that_nobody_edits_runs_until_a_step_was_counted(speedkit, script, tmp_path):
+    code, printed, _ = speedkit("dry-run", "--gpu", "A100-40", "--out", "out", script, "4096", "1000", "cuda")
+    assert code == 0 and "train.py, plan of the script" in printed
+    [row] = read_json(tmp_path / "out" / "dry-run.json")
+    weights = 4 * (64 * 4096 + 4096 + 4096 * 10 + 10)
+    assert (row["memory"]["weights"], row["memory"]["gradients"]) == (weights, weights)
+    assert 2 * weights <= row["memory"]["optimizer"] < 2.01 * weights
+    assert sum(row["flops"].values()) == 2 * 32 * (2 * 64 * 4096 + 3 * 4096 * 10)  # none for the inputs
+    assert row["number_format"] == "tf32" and row["waits"] == 1 and row["launches"] > 10
+    assert not (tmp_path / "ended").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["16", "3", "cuda"],
+            "then it failed: it made 3 optimizer steps, too few to count one: it takes 4",
+        ),
+        (["16", "9", "cpu"], "it computes nothing on the GPU"),
+        (["16", "9", "cuda", "--compile"], "it compiles its model: TORCHDYNAMO_DISABLE=1"),
+        (["100000000", "9", "cuda"], "train.py runs on none of these GPUs"),
+    ],
+)
+def test_what_cannot_be_counted_of_a_script_is_one_sentence(speedkit, script, arguments, sentence):
+    code, _, error = speedkit("dry-run", "--gpu", "T4", script, *arguments)
+    assert code and sentence in error and "Traceback" not in error
 
 
 # ---- what is predicted ----
@@ -154,9 +248,13 @@ def test_each_gpu_has_a_source_and_the_bandwidth_of_its_data_sheet():
 
 
 def test_the_table_of_errors_is_that_of_the_counts():
-    assert published.table() in (ROOT / "docs" / "dry-run.md").read_text(), "run benchmarks/published.py"
+    page = (ROOT / "docs" / "dry-run.md").read_text()
+    assert published.table() in page, "run benchmarks/published.py"
+    of_models = [line for line in page.splitlines() if " | old | " in line or " | new | " in line]
+    assert len(of_models) > 10 and {*of_models} <= {*published.each_case().splitlines()}
     new = published.ratios("new")
-    found = {kind: round(published.mean_factor(new[f"step, {kind}"].values()), 2) for kind in predict.ERRORS}
+    kinds = {"eager": "step, eager", "compiled": "step, compiled", "memory": "memory"}
+    found = {kind: round(published.mean_factor(new[what].values()), 2) for kind, what in kinds.items()}
     assert found == predict.ERRORS
     assert published.mean_factor(published.ratios("old")["memory"].values()) < 1.02
 

@@ -345,7 +345,7 @@ def copied_ahead():
     loader = DataLoader(rows(), 8, pin_memory=True)
     with counted() as counts:
         shapes = [(tensor.device.type, len(tensor)) for batch in ahead(loader) for tensor in batch]
-    return shapes, dict(counts.names["memcpy"]), counts.waits
+    return shapes, dict(counts.names["memcpy"]), counts["sync"]
 
 
 @compiler
