@@ -47,7 +47,10 @@ class StepFacts:
     trace: Trace = dataclasses.field(default_factory=Trace)
     syncs: Sequence[Sync] = ()  # in `audited` steps, the most expensive first
     audited: int = 0
-    items_s: float = 0.0  # to make the items of a batch, one after the other
+    batches: float = 1.0  # gradients of so many are accumulated
+    items_at_once: int = 0  # in a forward pass; 0 where nobody knows
+    graphs: int = 0  # that an evaluation built, and no backward pass went through
+    items_s: float = 0.0  # to make the items of these batches, one after the other
     collate_s: float = 0.0  # to join them
     batch_bytes: int = 0
     workers: int = 0

@@ -8,12 +8,14 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from speedkit.errors import UsageError
 from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, bottlenecks_of_loop, costly_switches
 from speedkit.measure.breakdown import Breakdown, StepObserver
 from speedkit.measure.timeline import (
     AFTER_FORWARD,
+    BACKWARD,
     CHECKPOINT,
     DATA,
     EVALUATION,
@@ -90,6 +92,7 @@ class LoopProfile:
         self.steps = 0
         self.batches = 0
         self.forwards = 0
+        self.graph: int | None = None  # backward passes before the latest evaluation with gradients on
         self.look_end: int | None = None  # steps made when the closer look was over
         self.later_s: dict[str, float] = {}  # by part, from then to the latest step: an evaluation at the end is none
 
@@ -133,14 +136,23 @@ class LoopProfile:
 
     def _timed_forward(self, model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         timeline = self.timeline
+        facts = self.observer.facts
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
+            backwards = timeline.calls[BACKWARD]
+            facts.graphs += self.graph == backwards
+            self.graph = None
             if model.training and torch.is_grad_enabled():
                 self.step_may_end()
+                if not facts.items_at_once:
+                    sizes = [len(leaf) for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "ndim", 0)]
+                    facts.items_at_once = next(iter(sizes), 0)
                 timeline.begin(FORWARD, then=AFTER_FORWARD)
             else:
+                if torch.is_grad_enabled():
+                    self.graph = backwards
                 if timeline.stack == [OTHER]:
                     timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
                 timeline.begin(EVALUATION, then=EVALUATION)
@@ -194,6 +206,7 @@ class LoopProfile:
             share = observer.timed / (observer.timed + self.steps - self.look_end)
             for cause in RARE:
                 observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
+        observer.facts.batches = (self.batches or self.timeline.calls[BACKWARD]) / max(1, self.steps)
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:

@@ -54,6 +54,9 @@ CASES = [
     (CPU, {"compilation": 0.5}, {}, "new shapes", "bucket"),
     (GPU, {"evaluation": 0.5}, {}, "validation too often", "validate_every"),
     (GPU, {"checkpoint": 0.5}, {}, "checkpoints too often", None),
+    (GPU, {"launch-bound": 0.6}, {"items_at_once": 2}, "small batch", None),
+    (CPU, {"optimizer": 0.5}, {"items_at_once": 2}, "small batch", None),
+    (CPU, {"evaluation": 0.5}, {"graphs": 9}, "validation without no_grad", None),
     (CPU, {}, {"trace": Trace(products_s={"fp64": 0.06}, passes_s=0.02)}, "float64", None),
 ]
 

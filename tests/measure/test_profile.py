@@ -179,6 +179,26 @@ def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_it
         loop.train(accumulate=2)
     assert seen.breakdown.steps == 4 and seen.batches == 64 and seen.notes == []
     assert per_step_s(seen, "other host work") > 0.9 * 2 * 2 * MS
+    assert seen.breakdown.facts.batches == 2 and seen.breakdown.facts.items_at_once == 8
+
+
+@pytest.mark.parametrize("part", ["", "evaluation"])
+def test_an_evaluation_with_gradients_is_one_that_no_backward_pass_follows(part):
+    loop = Loop(part)
+    loop.evaluate = lambda: [loop.model.eval()(torch.ones(4, 8)) for _ in range(2)]
+    train = loop.step
+    loop.step = lambda *batch: (loop.model.train(part == "evaluation"), train(*batch))
+    with profiled(loop) as seen:
+        loop.train()
+    assert seen.breakdown.facts.graphs == (2 * 32 - 1 if part else 0)
+    assert any(row["cause"] == "validation without no_grad" for row in seen.bottlenecks) == bool(part)
+
+
+def test_what_loading_takes_is_that_of_all_batches_of_a_step():
+    loop = Loop("data wait", 2 * MS, items=64 * 8)
+    with profiled(loop, steps=4) as seen:
+        loop.train(accumulate=2)
+    assert 2 * 2 * MS < seen.breakdown.facts.items_s < 3 * 2 * MS
 
 
 @pytest.mark.parametrize("in_place", [False, True])
