@@ -104,24 +104,28 @@ def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | 
         *_host_bottlenecks(breakdown),
         *_operator_bottlenecks(breakdown, hardware, rates or matmul_rates(hardware)),
     ):
-        seconds = found.seconds
-        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
-        if seconds <= found.min_share * step_s or high < MIN_GAIN:
-            continue
-        field: str | None = found.change.partition("=")[0]
-        if field not in vars(Plan()):
-            field = None
-        row = {
-            "cause": found.name,
-            "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {found.evidence}",
-            "field": field,
-            "change": found.change,
-            "seconds": seconds,
-            "predicted_speedup_low": low,
-            "predicted_speedup_high": high,
-        }
-        rows.append(row)
+        row = row_of(found, step_s)
+        if found.seconds > found.min_share * step_s and row["predicted_speedup_high"] >= MIN_GAIN:
+            rows.append(row)
     return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
+
+
+def row_of(found: Bottleneck, step_s: float) -> Row:
+    """Return a bottleneck of steps that take `step_s`, as `rank` does."""
+    seconds = found.seconds
+    low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
+    field: str | None = found.change.partition("=")[0]
+    if field not in vars(Plan()):
+        field = None
+    return {
+        "cause": found.name,
+        "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {found.evidence}",
+        "field": field,
+        "change": found.change,
+        "seconds": seconds,
+        "predicted_speedup_low": low,
+        "predicted_speedup_high": high,
+    }
 
 
 def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
@@ -197,9 +201,7 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
         yield Bottleneck(
             "other host work", spent_s(OTHER), "move it out of the loop", "the loop's own lines are at work", 0.1
         )
-    yield Bottleneck(
-        "new shapes", spent_s(COMPILATION), "bucket=True: pad to a few lengths", "graphs are compiled while training"
-    )
+    yield from _compiler_bottlenecks(breakdown)
     yield Bottleneck("checkpoints too often", spent_s(CHECKPOINT), "save less often", "torch.save is at work", 0.1)
     evaluated_s = spent_s(EVALUATION)
     if breakdown.facts.graphs:
@@ -210,6 +212,26 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
         yield Bottleneck(
             "validation too often", evaluated_s, "validate_every=0, or larger", "the model is evaluated", 0.1
         )
+
+
+def _compiler_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
+    """Yield why compiled code does not pay."""
+    facts = breakdown.facts
+    name = "new shapes"
+    change = "bucket=True: pad to a few lengths"
+    evidence = "graphs are compiled while training"
+    if facts.guard:
+        evidence += f", for a guard failed: {facts.guard}"
+    if facts.guard and "size mismatch" not in facts.guard:
+        name = "failing guards"
+        change = "keep it the same in all steps, or make a tensor of it"
+    yield Bottleneck(name, breakdown.per_step_s(COMPILATION), change, evidence)
+    if facts.broken:
+        evidence = f"a part is not compiled: {facts.broken}"
+        change = "a forward pass without that line"
+        if facts.guard and "limit" in facts.broken:
+            change = f"fewer variants, or mark_dynamic: {facts.guard}"
+        yield Bottleneck("broken graphs", breakdown.per_step_s(FORWARD), change, evidence, 0.1, saved=(0.0, 0.5))
 
 
 def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float]) -> Iterator[Bottleneck]:

@@ -57,6 +57,8 @@ class StepFacts:
     cores_used: float = 0.0  # by this process and its workers; 0 where nobody looked
     cores_of_workers: float = 0.0  # of them
     read_bytes: float = 0.0  # from disks
+    guard: str = ""  # that failed, so that graphs were compiled again
+    broken: str = ""  # why a part of the model is not compiled: a line that breaks its graph, say
     cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
     why_not_kept: str = ""  # in memory: the samples of a loader
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -11,8 +11,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, bottlenecks_of_loop, costly_switches
+from speedkit.measure.bottlenecks import (
+    bottleneck_in_words,
+    bottleneck_table,
+    bottlenecks_of_loop,
+    costly_switches,
+    row_of,
+)
 from speedkit.measure.breakdown import Breakdown, StepObserver
+from speedkit.measure.growth import Growth, in_words
 from speedkit.measure.timeline import (
     AFTER_FORWARD,
     BACKWARD,
@@ -25,7 +32,7 @@ from speedkit.measure.timeline import (
     RARE,
     timing,
 )
-from speedkit.measure.warm_up import compilations
+from speedkit.measure.warm_up import compilations, failed_guard_and_break
 
 SKIP = 3  # steps, which warm up
 STEPS = 20  # that are timed
@@ -93,6 +100,7 @@ class LoopProfile:
         self.batches = 0
         self.forwards = 0
         self.graph: int | None = None  # backward passes before the latest evaluation with gradients on
+        self.growth = Growth(self.device)
         self.look_end: int | None = None  # steps made when the closer look was over
         self.later_s: dict[str, float] = {}  # by part, from then to the latest step: an evaluation at the end is none
 
@@ -130,7 +138,11 @@ class LoopProfile:
     def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
         """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
         self.step_may_end()
-        batch = self.timeline.timed(DATA, fetch)(source)
+        self.timeline.begin(DATA)
+        try:
+            batch = fetch(source)
+        finally:
+            self.timeline.end()
         self.batches += 1
         return batch
 
@@ -165,9 +177,10 @@ class LoopProfile:
 
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
+        self.steps += 1
         if self.look_end is not None:
             self.later_s = dict(self.timeline.seconds)
-        self.steps += 1
+            self.growth.see(self.steps, self.later_s)
         self.step_ended = True
 
     def step_may_end(self) -> None:
@@ -206,6 +219,7 @@ class LoopProfile:
             share = observer.timed / (observer.timed + self.steps - self.look_end)
             for cause in RARE:
                 observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
+        observer.facts.guard, observer.facts.broken = failed_guard_and_break()
         observer.facts.batches = (self.batches or self.timeline.calls[BACKWARD]) / max(1, self.steps)
         self.breakdown = observer.breakdown()
         if observer.timed:
@@ -214,8 +228,13 @@ class LoopProfile:
                 self.nothing_stands_out = not self.bottlenecks
             except Exception as error:  # of the loader's own items, say: the training is worth more
                 self.notes.append(f"the bottlenecks are not known: {type(error).__name__}: {error}")
+        self.bottlenecks[:0] = [row_of(found, self.mean_s()) for found in self.growth.bottlenecks(self.mean_s())]
         if show:
             print(self)
+
+    def mean_s(self) -> float:
+        """Return the seconds of a step on average, over all after the closer look."""
+        return sum(self.later_s.values()) / max(1, self.steps - (self.look_end or 0))
 
     def _repr_html_(self) -> str:
         return self.breakdown._repr_html_() + bottleneck_table(self.bottlenecks, self.notes)
@@ -224,4 +243,7 @@ class LoopProfile:
         lines = [f"note: {note}" for note in self.notes]
         if self.observer.timed:
             lines.append(str(self.breakdown))
+        if seen := self.growth.as_dict():
+            mean = f"{1e3 * self.mean_s():.4g} ms on average, those looked at {1e3 * self.breakdown.step_s:.4g}"
+            lines.append(f"{in_words(seen)}; all after a closer look {mean}")
         return "\n".join([*lines, *map(bottleneck_in_words, self.bottlenecks)])

@@ -16,6 +16,7 @@ from torch._dynamo.callback import callback_handler
 from torch.utils.data import DataLoader, TensorDataset
 
 from speedkit.errors import UsageError
+from speedkit.measure.growth import Growth
 from speedkit.measure.profile import profile
 from speedkit.measure.warm_up import compilations
 
@@ -260,8 +261,37 @@ def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
         for _ in range(10):
             loop.evaluate()  # once more at the end is not too often
     assert seen.steps == 100 and seen.breakdown.steps == 20 and not seen.notes
+    assert "the first, middle and last steps take" in str(seen)
     assert 0.95 * 2 / 100 * 4 * MS < per_step_s(seen, "evaluation") < 5 / 100 * 4 * MS
     assert seen.breakdown.share("checkpoint") == 0
+
+
+@pytest.mark.parametrize(
+    ("longer_s", "taken", "causes"),
+    [
+        (MS / 100, 0, ["growing steps"]),
+        (0.0, 1 << 20, ["creeping memory"]),
+        (0.0, 1 << 10, []),
+        (-MS / 1000, 0, []),
+    ],
+)
+def test_what_grows_from_the_first_steps_to_the_last_is_named(longer_s, taken, causes, monkeypatch):
+    """Steps of 5 ms, with an evaluation among the last."""
+    growth = Growth(torch.device("cpu"))
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for step in range(3000):
+        seconds["forward"] += 3 * MS + step * longer_s
+        seconds["backward"] += 2 * MS
+        monkeypatch.setattr("speedkit.measure.growth.memory_taken", lambda _, now=step * taken: {"a worker": now})
+        if step == 2990:
+            seconds["evaluation"] = 60.0
+        growth.see(step, seconds)
+    found = list(growth.bottlenecks(20 * MS))
+    assert [row.name for row in found] == causes and len(growth.samples) <= 64
+    assert all("forward" in row.change or "a worker takes" in row.evidence for row in found)
+    first_s, middle_s, last_s = growth.as_dict()["step_s"]
+    expected = [5 * MS + step * longer_s for step in (50, 1500, 2950)]
+    assert [first_s, middle_s, last_s] == pytest.approx(expected, rel=0.05)
 
 
 def test_a_loop_that_is_not_the_one_described_is_told_so_and_what_cannot_be_watched_is_refused():
