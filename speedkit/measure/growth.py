@@ -1,4 +1,4 @@
-"""What becomes of a loop after the closer look at it: its first, middle and last steps, and the memory that it takes."""
+"""What becomes of a loop after the closer look: its first, middle and last steps, and the memory that it takes."""
 
 import multiprocessing
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,7 @@
 """Profile somebody's own training loop: two lines around it, and after it the breakdown and the bottlenecks."""
 
 import contextlib
+from builtins import print  # to which a script may give another meaning
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -99,6 +100,7 @@ class LoopProfile:
         self.steps = 0
         self.batches = 0
         self.forwards = 0
+        self.backwards = 0  # up to the latest step
         self.graph: int | None = None  # backward passes before the latest evaluation with gradients on
         self.growth = Growth(self.device)
         self.look_end: int | None = None  # steps made when the closer look was over
@@ -178,6 +180,7 @@ class LoopProfile:
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
         self.steps += 1
+        self.backwards = self.timeline.calls[BACKWARD]
         if self.look_end is not None:
             self.later_s = dict(self.timeline.seconds)
             self.growth.see(self.steps, self.later_s)
@@ -220,7 +223,7 @@ class LoopProfile:
             for cause in RARE:
                 observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
         observer.facts.guard, observer.facts.broken = failed_guard_and_break()
-        observer.facts.batches = (self.batches or self.timeline.calls[BACKWARD]) / max(1, self.steps)
+        observer.facts.batches = (self.batches or self.backwards) / max(1, self.steps)
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:
