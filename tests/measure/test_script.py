@@ -5,7 +5,9 @@ import json
 import pytest
 from processes import python
 
+from speedkit.errors import UsageError
 from speedkit.machine import this_machine
+from speedkit.measure.profile_report import read_breakdown
 from speedkit.measure.script import next_levers
 from speedkit.plan import Plan
 
@@ -192,8 +194,8 @@ def test_a_first_answer_comes_while_the_script_goes_on_or_ends_it_and_is_held_ag
     stopped = run(tmp_path, source, *PROFILE[:-1], "stopped", "--stop", "--against", "old.json")
     assert stopped.returncode == 0 and "goes on" not in stopped.stdout + stopped.stderr
     assert "data wait                       1500" in stopped.stdout
-    refused = run(tmp_path, source, *PROFILE[:-1], "refused", "--against", "script.py")
-    assert refused.returncode == 2 and "script.py is no breakdown.json" in refused.stderr
+    with pytest.raises(UsageError, match=r"script.py is no breakdown.json"):
+        read_breakdown(tmp_path / "script.py")
 
 
 RANKS = """
