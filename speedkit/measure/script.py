@@ -52,7 +52,7 @@ class ScriptProfile:
         self.answered = False
         self.began_s = 0.0  # the loop
         self.backwards = 0  # before there is a loop
-        self.others = 0  # steps of optimizers that came later
+        self.others = 0  # steps of optimizers that came later, after the latest step of the loop
         self.loop: LoopProfile | None = None
         self.framework = "PyTorch"
         self.optimizers: list[Optimizer] = []  # one for each step so far
@@ -97,6 +97,8 @@ class ScriptProfile:
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         if self.loop is not None:
             self.others += stepped not in self.optimizers
+            if stepped is self.loop.optimizer:
+                self.others = 0
             if not self.answered and self.loop.observer.timed:
                 self._answer(self.loop)
             return
@@ -259,7 +261,7 @@ def report(
     """Show what was seen of a script, with the changes in the words of its framework, and leave breakdown.json."""
     loop = seen.loop
     assert loop is not None
-    if seen.others:
+    if seen.others > SEEN_STEPS:
         loop.notes.append(f"{seen.others} steps of other optimizers came later, in another loop: they are not in here")
     loop.conclude(show=True)
     for row in loop.bottlenecks:
