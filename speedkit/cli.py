@@ -247,6 +247,9 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 @click.option("--read-trace", metavar="FILE", help="profile nothing: read what torch.profiler wrote, anywhere")
+@click.option("--against", type=click.Path(path_type=Path), help="an older breakdown.json, to see what has changed")
+@click.option("--stop", is_flag=True, help="end the SCRIPT once there is an answer, within 30 s of its first step")
+@click.option("--hang", default="120s", type=seconds, help="time without a step after which it is told where SCRIPT is")
 def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any) -> None:
     """Say why training is slow, what to change, and what that gives: of a WORKLOAD, a function, or a SCRIPT.
 
@@ -254,11 +257,12 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     as it is with the arguments behind it, in plain PyTorch, Lightning, Accelerate or the Hugging Face Trainer.
     """
     if workload.endswith(".py"):
-        profile_script(Path(workload), arguments, values["out"])
+        profile_script(Path(workload), arguments, values)
         return
-    from speedkit.measure.profile_report import as_text, profile_trace, profile_workload
+    from speedkit.measure.profile_report import as_text, difference, profile_trace, profile_workload, read_breakdown
     from speedkit.measure.script import next_levers
 
+    against = read_breakdown(values["against"])
     read_trace = values["read_trace"]
     if (read_trace is None) == (not workload):
         raise UsageError("name a WORKLOAD, a SCRIPT or --read-trace FILE, one of them")
@@ -276,16 +280,27 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     click.echo(as_text(breakdown))
     if read_trace is None and not breakdown["bottlenecks"]:
         click.echo(next_levers(asked, breakdown["rows"], values["device"]))
+    if against is not None:
+        click.echo(difference(against, breakdown))
     click.echo(f"breakdown.json in {folder}")
 
 
-def profile_script(script: Path, arguments: tuple[str, ...], out: Path) -> None:
+def profile_script(script: Path, arguments: tuple[str, ...], values: Values) -> None:
     """Profile a script. Raises UsageError for an option that only a workload has."""
     from speedkit.lab.frameworks import change_in_words
     from speedkit.measure import script as scripts
+    from speedkit.measure.profile_report import read_breakdown
 
-    refuse_options_of_workloads(script)
-    scripts.profile_script(script, arguments, out, in_words=change_in_words)
+    refuse_options_of_workloads(script, "stop", "hang", "against")
+    scripts.profile_script(
+        script,
+        arguments,
+        values["out"],
+        in_words=change_in_words,
+        stop=values["stop"],
+        hang_s=values["hang"],
+        against=read_breakdown(values["against"]),
+    )
 
 
 def refuse_options_of_workloads(script: str | Path, *own: str) -> None:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import errno
+import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 from speedkit.config import from_mapping, settings_of
 from speedkit.errors import SpeedkitError, TooManyBad, UsageError
@@ -46,7 +48,11 @@ def names_in(word: str) -> list[str]:
 
 
 def folder_of_today() -> Path:
-    return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    """Return the folder of a run that begins now, of ranks the one of when torchrun began."""
+    began_s = time.time()
+    if "LOCAL_RANK" in os.environ:
+        began_s = psutil.Process(os.getppid()).create_time()
+    return Path("runs", time.strftime("%Y%m%d-%H%M%S", time.localtime(began_s)))
 
 
 def field_options(cls: type) -> list[click.Parameter]:

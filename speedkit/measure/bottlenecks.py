@@ -29,6 +29,7 @@ MUCH_LONGER = 2.0  # times as long is the wait as making the batch again: a slow
 HANDING_OVER_S = 1e-3  # of a batch, from a worker to the loop: for less no worker pays
 ALL_CORES = 0.9  # of them in use: a worker would find none
 CHEAPER = "make a batch at once (__getitems__), and before training what is always the same"
+TINY = 4  # items, of which a forward pass hardly takes longer than of one
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
@@ -56,6 +57,8 @@ def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device)
         data: Any = loader.dataset
         count = min(loader.batch_size or 1, len(data))
         time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
+        breakdown.facts.items_s *= breakdown.facts.batches
+        breakdown.facts.collate_s *= breakdown.facts.batches
     breakdown.facts.workers = getattr(loader, "num_workers", 0)
     return rank(breakdown, this_machine(device))
 
@@ -101,24 +104,28 @@ def rank(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float] | 
         *_host_bottlenecks(breakdown),
         *_operator_bottlenecks(breakdown, hardware, rates or matmul_rates(hardware)),
     ):
-        seconds = found.seconds
-        low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
-        if seconds <= found.min_share * step_s or high < MIN_GAIN:
-            continue
-        field: str | None = found.change.partition("=")[0]
-        if field not in vars(Plan()):
-            field = None
-        row = {
-            "cause": found.name,
-            "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {found.evidence}",
-            "field": field,
-            "change": found.change,
-            "seconds": seconds,
-            "predicted_speedup_low": low,
-            "predicted_speedup_high": high,
-        }
-        rows.append(row)
+        row = row_of(found, step_s)
+        if found.seconds > found.min_share * step_s and row["predicted_speedup_high"] >= MIN_GAIN:
+            rows.append(row)
     return sorted(rows, key=lambda row: -row["predicted_speedup_high"])
+
+
+def row_of(found: Bottleneck, step_s: float) -> Row:
+    """Return a bottleneck of steps that take `step_s`, as `rank` does."""
+    seconds = found.seconds
+    low, high = (step_s / max(step_s - share * seconds, 0.02 * step_s) for share in found.saved)
+    field: str | None = found.change.partition("=")[0]
+    if field not in vars(Plan()):
+        field = None
+    return {
+        "cause": found.name,
+        "evidence": f"{1e3 * seconds:.3g} of {1e3 * step_s:.3g} ms a step: {found.evidence}",
+        "field": field,
+        "change": found.change,
+        "seconds": seconds,
+        "predicted_speedup_low": low,
+        "predicted_speedup_high": high,
+    }
 
 
 def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bottleneck]:
@@ -194,13 +201,37 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
         yield Bottleneck(
             "other host work", spent_s(OTHER), "move it out of the loop", "the loop's own lines are at work", 0.1
         )
-    yield Bottleneck(
-        "new shapes", spent_s(COMPILATION), "bucket=True: pad to a few lengths", "graphs are compiled while training"
-    )
+    yield from _compiler_bottlenecks(breakdown)
     yield Bottleneck("checkpoints too often", spent_s(CHECKPOINT), "save less often", "torch.save is at work", 0.1)
-    yield Bottleneck(
-        "validation too often", spent_s(EVALUATION), "validate_every=0, or larger", "the model is evaluated", 0.1
-    )
+    evaluated_s = spent_s(EVALUATION)
+    if breakdown.facts.graphs:
+        graphs = f"its {breakdown.facts.graphs} forward passes keep what only a backward pass needs"
+        without = "with torch.no_grad(): around the evaluation"
+        yield Bottleneck("validation without no_grad", evaluated_s, without, graphs, 0.1, saved=(0.1, 0.5))
+    else:
+        yield Bottleneck(
+            "validation too often", evaluated_s, "validate_every=0, or larger", "the model is evaluated", 0.1
+        )
+
+
+def _compiler_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
+    """Yield why compiled code does not pay."""
+    facts = breakdown.facts
+    name = "new shapes"
+    change = "bucket=True: pad to a few lengths"
+    evidence = "graphs are compiled while training"
+    if facts.guard:
+        evidence += f", for a guard failed: {facts.guard}"
+    if facts.guard and "size mismatch" not in facts.guard:
+        name = "failing guards"
+        change = "keep it the same in all steps, or make a tensor of it"
+    yield Bottleneck(name, breakdown.per_step_s(COMPILATION), change, evidence)
+    if facts.broken:
+        evidence = f"a part is not compiled: {facts.broken}"
+        change = "a forward pass without that line"
+        if facts.guard and "limit" in facts.broken:
+            change = f"fewer variants, or mark_dynamic: {facts.guard}"
+        yield Bottleneck("broken graphs", breakdown.per_step_s(FORWARD), change, evidence, 0.1, saved=(0.0, 0.5))
 
 
 def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mapping[str, float]) -> Iterator[Bottleneck]:
@@ -214,6 +245,8 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
     if not hardware.supports("compile"):
         change = f"fewer, larger operators; {hardware.why_not('compile')}"
     calls = f"{trace.calls / trace.steps:.0f} operators compute little"
+    if 0 < breakdown.facts.items_at_once <= TINY:
+        yield _small_batch(breakdown, max(small_s, breakdown.per_step_s(OPTIMIZER)))
     yield Bottleneck("many small operators", small_s, change, calls, 0.1, saved=(0.5, 1.0))
     if hardware.supports("compile"):
         much = "operators read and write much"
@@ -234,6 +267,16 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
     faster = f"products of matrices are faster in {best}"
     saved = (0.5 * gain, gain)
     yield Bottleneck("compute-bound", products_s * slow_s / profiled_s, f"precision={best}", faster, 0.5, saved=saved)
+
+
+def _small_batch(breakdown: Breakdown, seconds: float) -> Bottleneck:
+    """Return that few items share the `seconds` of a step which more of them would not make longer."""
+    facts = breakdown.facts
+    change = "larger batches, with a learning rate for them"
+    if facts.batches > 1:
+        change = f"micro_batch up: the items of {facts.batches:.0f} batches in fewer forward passes"
+    shared = f"operators are called, and weights updated, for {facts.items_at_once} items at once"
+    return Bottleneck("small batch", seconds, change, shared, 0.2, saved=(0.5, 1.0))
 
 
 def _operator_seconds(breakdown: Breakdown, hardware: Hardware) -> tuple[float, float, float]:

@@ -47,13 +47,18 @@ class StepFacts:
     trace: Trace = dataclasses.field(default_factory=Trace)
     syncs: Sequence[Sync] = ()  # in `audited` steps, the most expensive first
     audited: int = 0
-    items_s: float = 0.0  # to make the items of a batch, one after the other
+    batches: float = 1.0  # gradients of so many are accumulated
+    items_at_once: int = 0  # in a forward pass; 0 where nobody knows
+    graphs: int = 0  # that an evaluation built, and no backward pass went through
+    items_s: float = 0.0  # to make the items of these batches, one after the other
     collate_s: float = 0.0  # to join them
     batch_bytes: int = 0
     workers: int = 0
     cores_used: float = 0.0  # by this process and its workers; 0 where nobody looked
     cores_of_workers: float = 0.0  # of them
     read_bytes: float = 0.0  # from disks
+    guard: str = ""  # that failed, so that graphs were compiled again
+    broken: str = ""  # why a part of the model is not compiled: a line that breaks its graph, say
     cacheable: bool = False  # a cache, which the plan leaves off, could keep the features
     why_not_kept: str = ""  # in memory: the samples of a loader
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -1,6 +1,7 @@
 """Profile somebody's own training loop: two lines around it, and after it the breakdown and the bottlenecks."""
 
 import contextlib
+from builtins import print  # to which a script may give another meaning
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -8,12 +9,21 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, bottlenecks_of_loop, costly_switches
+from speedkit.measure.bottlenecks import (
+    bottleneck_in_words,
+    bottleneck_table,
+    bottlenecks_of_loop,
+    costly_switches,
+    row_of,
+)
 from speedkit.measure.breakdown import Breakdown, StepObserver
+from speedkit.measure.growth import Growth, in_words
 from speedkit.measure.timeline import (
     AFTER_FORWARD,
+    BACKWARD,
     CHECKPOINT,
     DATA,
     EVALUATION,
@@ -23,7 +33,7 @@ from speedkit.measure.timeline import (
     RARE,
     timing,
 )
-from speedkit.measure.warm_up import compilations
+from speedkit.measure.warm_up import compilations, failed_guard_and_break
 
 SKIP = 3  # steps, which warm up
 STEPS = 20  # that are timed
@@ -90,6 +100,9 @@ class LoopProfile:
         self.steps = 0
         self.batches = 0
         self.forwards = 0
+        self.backwards = 0  # up to the latest step
+        self.graph: int | None = None  # backward passes before the latest evaluation with gradients on
+        self.growth = Growth(self.device)
         self.look_end: int | None = None  # steps made when the closer look was over
         self.later_s: dict[str, float] = {}  # by part, from then to the latest step: an evaluation at the end is none
 
@@ -127,20 +140,33 @@ class LoopProfile:
     def next_batch(self, fetch: Callable[[Any], Any], source: Any) -> Any:
         """Return what `fetch` gets from the loader; the time that it takes is that of waiting for data."""
         self.step_may_end()
-        batch = self.timeline.timed(DATA, fetch)(source)
+        self.timeline.begin(DATA)
+        try:
+            batch = fetch(source)
+        finally:
+            self.timeline.end()
         self.batches += 1
         return batch
 
     def _timed_forward(self, model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         timeline = self.timeline
+        facts = self.observer.facts
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
+            backwards = timeline.calls[BACKWARD]
+            facts.graphs += self.graph == backwards
+            self.graph = None
             if model.training and torch.is_grad_enabled():
                 self.step_may_end()
+                if not facts.items_at_once:
+                    sizes = [len(leaf) for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "ndim", 0)]
+                    facts.items_at_once = next(iter(sizes), 0)
                 timeline.begin(FORWARD, then=AFTER_FORWARD)
             else:
+                if torch.is_grad_enabled():
+                    self.graph = backwards
                 if timeline.stack == [OTHER]:
                     timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
                 timeline.begin(EVALUATION, then=EVALUATION)
@@ -153,9 +179,11 @@ class LoopProfile:
 
     def _after_step(self, *_: Any) -> None:
         self.timeline.end()
+        self.steps += 1
+        self.backwards = self.timeline.calls[BACKWARD]
         if self.look_end is not None:
             self.later_s = dict(self.timeline.seconds)
-        self.steps += 1
+            self.growth.see(self.steps, self.later_s)
         self.step_ended = True
 
     def step_may_end(self) -> None:
@@ -194,6 +222,8 @@ class LoopProfile:
             share = observer.timed / (observer.timed + self.steps - self.look_end)
             for cause in RARE:
                 observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
+        observer.facts.guard, observer.facts.broken = failed_guard_and_break()
+        observer.facts.batches = (self.batches or self.backwards) / max(1, self.steps)
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:
@@ -201,8 +231,13 @@ class LoopProfile:
                 self.nothing_stands_out = not self.bottlenecks
             except Exception as error:  # of the loader's own items, say: the training is worth more
                 self.notes.append(f"the bottlenecks are not known: {type(error).__name__}: {error}")
+        self.bottlenecks[:0] = [row_of(found, self.mean_s()) for found in self.growth.bottlenecks(self.mean_s())]
         if show:
             print(self)
+
+    def mean_s(self) -> float:
+        """Return the seconds of a step on average, over all after the closer look."""
+        return sum(self.later_s.values()) / max(1, self.steps - (self.look_end or 0))
 
     def _repr_html_(self) -> str:
         return self.breakdown._repr_html_() + bottleneck_table(self.bottlenecks, self.notes)
@@ -211,4 +246,7 @@ class LoopProfile:
         lines = [f"note: {note}" for note in self.notes]
         if self.observer.timed:
             lines.append(str(self.breakdown))
+        if seen := self.growth.as_dict():
+            mean = f"{1e3 * self.mean_s():.4g} ms on average, those looked at {1e3 * self.breakdown.step_s:.4g}"
+            lines.append(f"{in_words(seen)}; all after a closer look {mean}")
         return "\n".join([*lines, *map(bottleneck_in_words, self.bottlenecks)])

@@ -10,6 +10,7 @@ import torch
 
 from speedkit.data.loader import collate, make_sample
 from speedkit.errors import UsageError
+from speedkit.files import read_json
 from speedkit.machine import Hardware, this_machine, unusable_gpu
 from speedkit.measure.bottlenecks import (
     Row,
@@ -109,6 +110,31 @@ def time_samples(facts: StepFacts, workload: Workload, most: int) -> float:
     join = functools.partial(collate, varies=workload.length is not None)
     time_loading(facts, sample, join, count=count)
     return facts.items_s / count
+
+
+def difference(old: Row, new: Row) -> str:
+    """Return two breakdowns beside each other, in ms per step, the rows that changed most first."""
+    seconds = []
+    for breakdown in (old, new):
+        rows = {row["cause"]: row["seconds"] / max(1, breakdown["steps"]) for row in breakdown["rows"]}
+        seconds.append(collections.Counter(rows | {"step": breakdown["step_s"]}))
+    before, now = seconds
+    causes = sorted(before.keys() | now.keys(), key=lambda cause: -abs(now[cause] - before[cause]))
+    lines = ["in ms per step, before and now:"]
+    lines += [f"  {cause:<26}{1e3 * before[cause]:>10.4g} {1e3 * now[cause]:>10.4g}" for cause in causes]
+    return "\n".join(lines)
+
+
+def read_breakdown(path: Path | None) -> Row | None:
+    """Return what breakdown.json at `path` holds, None without one. Raises UsageError for any other file."""
+    if path is None:
+        return None
+    try:
+        content = read_json(path)
+        difference(content, content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no breakdown.json of speedkit profile ({type(error).__name__})") from None
+    return content
 
 
 def gpu_advice(hardware: Hardware) -> list[str]:

@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import gc
 import math
+import os
 import runpy
 import signal
 import sys
 import traceback
+from builtins import print  # to which a script may give another meaning
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -20,26 +22,37 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from speedkit.data.batches import STOPS
-from speedkit.errors import SpeedkitError, UsageError
-from speedkit.files import claim_folder, write_json
+from speedkit.errors import UsageError
+from speedkit.files import claim_folder, read_json, write_json
 from speedkit.machine import this_machine
+from speedkit.measure.bottlenecks import Row
+from speedkit.measure.hang import hang_told
 from speedkit.measure.optimizations import Change, plan_of, text
 from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.profile_report import difference
 from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
 from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
+ANSWER_S = 30.0  # of stepping, after which there is a first answer
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
 
 
 class ScriptProfile:
     """What is seen of a script: `loop` is the profile of its training loop, None where it made too few steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, hang_s: float, *, stop: bool) -> None:
+        self.folder = folder
+        self.hang_s = hang_s
+        self.stop = stop  # with the first answer
+        self.answered = False
+        self.began_s = 0.0  # the loop
+        self.backwards = 0  # before there is a loop
+        self.others = 0  # steps of optimizers that came later, after the latest step of the loop
         self.loop: LoopProfile | None = None
         self.framework = "PyTorch"
         self.optimizers: list[Optimizer] = []  # one for each step so far
@@ -66,7 +79,14 @@ class ScriptProfile:
                 return self.loop.next_batch(fetch, batches)
             return fetch(batches)
 
+        backward = torch.autograd.backward
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.backwards += 1
+            backward(*args, **kwargs)
+
         with (
+            patch.object(torch.autograd, "backward", counted),
             self.stack,
             patch.object(DataLoader, "__iter__", iterator),
             patch.object(_BaseDataLoaderIter, "__next__", next_batch),
@@ -75,7 +95,12 @@ class ScriptProfile:
             yield
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
-        if self.loop is not None or len(self.optimizers) == SEEN_STEPS:
+        if self.loop is not None:
+            self.others += stepped not in self.optimizers
+            if stepped is self.loop.optimizer:
+                self.others = 0
+            if not self.answered and self.loop.observer.timed:
+                self._answer(self.loop)
             return
         self.optimizers.append(stepped)
         if len(self.optimizers) == SEEN_STEPS:
@@ -87,6 +112,30 @@ class ScriptProfile:
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
             self.loop.install(self.stack)
+            self.began_s = self.loop.timeline.last_s
+            self.stack.enter_context(hang_told(self.loop.timeline, self.hang_s, self.folder / "hang.txt"))
+
+    def _answer(self, loop: LoopProfile) -> None:
+        """Show where the time has gone, once the closer look is over or the loop is long under way."""
+        if loop.look_end is None and loop.timeline.last_s < self.began_s + ANSWER_S:
+            return
+        self.answered = True
+        if self.stop:
+            raise SystemExit(0)
+        print(f"speedkit, while the script goes on: {loop.observer.breakdown()}", file=sys.stderr, flush=True)
+
+    def too_few(self) -> str:
+        """Return why there is no breakdown, "" where there is one."""
+        if self.loop is not None and self.loop.observer.timed:
+            return ""
+        steps = len(self.optimizers) + (self.loop.steps if self.loop else 0)
+        if not steps and self.backwards:
+            by_itself = (
+                "updates its weights by itself, as by p.data -= ...: a profile takes an optimizer of torch.optim"
+            )
+            return f"makes {self.backwards} backward passes and {by_itself}"
+        where = "where another process trains, profile the script of that one"
+        return f"made {steps} optimizer steps here, too few to see where their time goes; {where}"
 
 
 def framework_of(models: Sequence[nn.Module]) -> str:
@@ -136,22 +185,41 @@ def profile_script(
     out: Path,
     *,
     in_words: Callable[[str, str], str],
+    stop: bool = False,
+    hang_s: float = 120.0,
+    against: Row | None = None,
 ) -> None:
     """Run the script at `path` with its own `arguments`, show why its steps take long, and leave `out`/breakdown.json.
 
     Nothing in it is edited. It finds what `with profile(...)` is given: the optimizer that updates most weights, the
     modules that own these, and the DataLoader whose batches they learn from, if it is one. `in_words`
-    tells how a framework spells a change, "" where it has no word. A script that fails does so as ever, after the
-    breakdown of what ran. Raises UsageError where there is no such script, SpeedkitError where it made no step.
+    tells how a framework spells a change, "" where it has no word. `stop` ends the script with the first answer;
+    after `hang_s` without a step it is told where the script is; `against` is an older breakdown. Of several ranks each
+    has a folder in `out`. A script that fails or exits does so as ever, after the breakdown of what ran. Raises
+    UsageError where there is no such script.
     """
     if not path.is_file():
         raise UsageError(f"there is no script {path}: name a file, with its own arguments after it")
-    seen = ScriptProfile()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        out /= f"rank{os.environ['RANK']}"
     folder = claim_folder(out, "profile")
+    seen = ScriptProfile(folder, hang_s, stop=stop)
+    here = os.getpid()
+
+    def conclude() -> None:
+        if os.getpid() != here:  # a fork of the script's
+            return
+        if why := seen.too_few():
+            print(f"speedkit: {path} {why}", file=sys.stderr, flush=True)
+            return
+        report(seen, path, in_words=in_words, ranks=ranks, against=against)
+
     try:
         with (
             patch.object(sys, "argv", [str(path), *arguments]),
             patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
+            patch.object(os, "_exit", after(conclude, os._exit)),
             pythons_signals(),
             seen.installed(),
         ):
@@ -163,10 +231,17 @@ def profile_script(
         traceback.print_exception(type(error), error, frame)
         raise SystemExit(1) from error
     finally:
-        if seen.loop is not None:
-            report(seen, path, folder, in_words=in_words)
-    if seen.loop is None:
-        raise SpeedkitError(f"{path} made {len(seen.optimizers)} optimizer steps, too few to see where their time goes")
+        conclude()
+
+
+def after(first: Callable[[], None], leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    """Return `leave` with a call of `first` before it."""
+
+    def call(code: int) -> NoReturn:
+        first()
+        leave(code)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -180,15 +255,19 @@ def pythons_signals() -> Iterator[None]:
         yield
 
 
-def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[[str, str], str]) -> None:
+def report(
+    seen: ScriptProfile, path: Path, *, in_words: Callable[[str, str], str], ranks: int, against: Row | None
+) -> None:
     """Show what was seen of a script, with the changes in the words of its framework, and leave breakdown.json."""
     loop = seen.loop
     assert loop is not None
+    if seen.others > SEEN_STEPS:
+        loop.notes.append(f"{seen.others} steps of other optimizers came later, in another loop: they are not in here")
     loop.conclude(show=True)
     for row in loop.bottlenecks:
         row["in_words"] = in_words(row["change"], seen.framework)
         print(f"{row['cause']}, in {seen.framework}: {row['in_words'] or row['change']}")
-    if loop.nothing_stands_out:
+    if loop.nothing_stands_out and ranks == 1:  # operators may be at work, or wait for another rank
         switched_on: Change = {"fused_optimizer": all(group.get("fused") for group in loop.optimizer.param_groups)}
         formats = loop.observer.facts.trace.products_s
         if formats and max(formats, key=formats.__getitem__) == "bf16":
@@ -196,9 +275,29 @@ def report(seen: ScriptProfile, path: Path, folder: Path, *, in_words: Callable[
         if compilations():
             switched_on["compile"] = "default"
         print(next_levers(plan_of([switched_on]), loop.breakdown.rows, str(loop.device)))
-    facts = {"script": path.name, "framework": seen.framework, "bottlenecks": loop.bottlenecks, "notes": loop.notes}
-    write_json(folder / "breakdown.json", loop.breakdown.as_dict() | facts)
-    print(f"breakdown.json in {folder}", flush=True)
+    if against is not None:
+        print(difference(against, loop.breakdown.as_dict()))
+    facts = {
+        "script": path.name,
+        "framework": seen.framework,
+        "bottlenecks": loop.bottlenecks,
+        "notes": loop.notes,
+        "growth": loop.growth.as_dict(),
+        "exchange_s": loop.breakdown.facts.trace.exchange_s,
+    }
+    write_json(seen.folder / "breakdown.json", loop.breakdown.as_dict() | facts)
+    print(f"breakdown.json in {seen.folder}", flush=True)
+    others = [*seen.folder.parent.glob("rank*/breakdown.json")]
+    if 1 < ranks == len(others):  # the last of them has it
+        print(waited_for(sorted(others)), flush=True)
+
+
+def waited_for(breakdowns: Sequence[Path]) -> str:
+    """Return in a sentence for which rank the others wait: the one that spends the least time in exchanges."""
+    exchanges = {path.parent.name: read_json(path)["exchange_s"] for path in breakdowns}
+    last, first = min(exchanges, key=exchanges.__getitem__), max(exchanges, key=exchanges.__getitem__)
+    each = f"{1e3 * exchanges[last]:.4g} ms a step in exchanges, {first} {1e3 * exchanges[first]:.4g}"
+    return f"the other ranks wait for {last}, which arrives last: it spends {each}"
 
 
 def next_levers(plan: Plan, rows: Sequence[Mapping[str, Any]], device: str) -> str:

@@ -33,6 +33,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self.calls: collections.Counter[str] = collections.Counter()  # parts that were opened, by cause
         self.stack = [OTHER]  # the open parts, after what the time outside of them counts as
         self.last_s = time.perf_counter()
         self.annotate = False  # whether a profiler's trace is to have the parts too
@@ -54,6 +55,7 @@ class Timeline:
     def begin(self, cause: str, then: str = OTHER) -> None:
         """Open a part. From its end on, time outside of any part counts as `then`."""
         self.read()
+        self.calls[cause] += 1
         if len(self.stack) == 1:
             self.stack[0] = then
         elif self.stack[-1] == EVALUATION:

@@ -46,6 +46,7 @@ class Trace:
     small_s: float = 0.0  # operators on a CPU that cost more to call than to compute
     passes_s: float = 0.0  # over memory: all other operators on a CPU
     window_s: float = 0.0  # that the steps took under the profiler, without what held single operators up
+    exchange_s: float = 0.0  # per step, in which ranks exchange data or wait for the last of them
     loss_share: float = 1.0  # of the time between a forward pass and the next part: operators at work
     steps: int = 1
 
@@ -136,6 +137,14 @@ def _is_product(kernel: str) -> bool:
 def trace_of(window: Window) -> Trace:
     """Return what a window of steps holds."""
     steps = max(1, window.steps)
+    exchanges = [event["span"] for kind in ("kernel", "user_annotation") for event in window.events[kind]]
+    exchanges = [span for span in exchanges if span.name.startswith(("gloo:", "nccl"))]
+    exchange_s = sum(span.end_s - span.begin_s for span in exchanges) / steps
+    return dataclasses.replace(_trace_of_device(window, steps), exchange_s=exchange_s)
+
+
+def _trace_of_device(window: Window, steps: int) -> Trace:
+    """Return what the device did in the steps of a window: a GPU where it holds any of its work."""
     events = window.events
     operators = events["cpu_op"]
     runtime = events["cuda_runtime"] + events["cuda_driver"]

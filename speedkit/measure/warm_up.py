@@ -4,6 +4,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,3 +43,20 @@ def compilations() -> int:
     if dynamo is None:
         return 0
     return int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def failed_guard_and_break() -> tuple[str, str]:
+    """Return the guard for which torch.compile has compiled again, and what breaks its graphs; "" for none."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    guard = broken = ""
+    if dynamo is None:
+        return guard, broken
+    for metrics in dynamo.get_compilation_metrics():
+        if metrics.recompile_reason:
+            guard = metrics.recompile_reason.partition("#")[0].partition(": ")[2].strip()
+        if metrics.fail_reason:
+            broken = metrics.fail_reason.partition("\n")[0]
+    for reason in dynamo.graph_break_reasons:
+        frame = reason.user_stack[-1]
+        broken = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+    return guard, broken

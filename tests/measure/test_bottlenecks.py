@@ -52,8 +52,14 @@ CASES = [
     (GPU, {"bandwidth-bound": 0.7}, {}, "bandwidth-bound", "compile"),
     (CPU, {}, {"trace": Trace(products_s={"fp32": 0.02}, passes_s=0.08)}, "bandwidth-bound", "compile"),
     (CPU, {"compilation": 0.5}, {}, "new shapes", "bucket"),
+    (CPU, {"compilation": 0.5}, {"guard": "size mismatch"}, "new shapes", "bucket"),
+    (CPU, {"compilation": 0.5}, {"guard": "scale == 1"}, "failing guards", None),
+    (CPU, {"forward": 1.0}, {"broken": "train.py:7: if x.sum() > 0:"}, "broken graphs", None),
     (GPU, {"evaluation": 0.5}, {}, "validation too often", "validate_every"),
     (GPU, {"checkpoint": 0.5}, {}, "checkpoints too often", None),
+    (GPU, {"launch-bound": 0.6}, {"items_at_once": 2}, "small batch", None),
+    (CPU, {"optimizer": 0.5}, {"items_at_once": 2}, "small batch", None),
+    (CPU, {"evaluation": 0.5}, {"graphs": 9}, "validation without no_grad", None),
     (CPU, {}, {"trace": Trace(products_s={"fp64": 0.06}, passes_s=0.02)}, "float64", None),
 ]
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import random
+import time
 
 import numpy as np
 import psutil
@@ -16,7 +17,10 @@ from torch._dynamo.callback import callback_handler
 from torch.utils.data import DataLoader, TensorDataset
 
 from speedkit.errors import UsageError
+from speedkit.measure.growth import Growth
+from speedkit.measure.hang import hang_told
 from speedkit.measure.profile import profile
+from speedkit.measure.timeline import Timeline
 from speedkit.measure.warm_up import compilations
 
 MS = 1e-3
@@ -179,6 +183,26 @@ def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_it
         loop.train(accumulate=2)
     assert seen.breakdown.steps == 4 and seen.batches == 64 and seen.notes == []
     assert per_step_s(seen, "other host work") > 0.9 * 2 * 2 * MS
+    assert seen.breakdown.facts.batches == 2 and seen.breakdown.facts.items_at_once == 8
+
+
+@pytest.mark.parametrize("part", ["", "evaluation"])
+def test_an_evaluation_with_gradients_is_one_that_no_backward_pass_follows(part):
+    loop = Loop(part)
+    loop.evaluate = lambda: [loop.model.eval()(torch.ones(4, 8)) for _ in range(2)]
+    train = loop.step
+    loop.step = lambda *batch: (loop.model.train(part == "evaluation"), train(*batch))
+    with profiled(loop) as seen:
+        loop.train()
+    assert seen.breakdown.facts.graphs == (2 * 32 - 1 if part else 0)
+    assert any(row["cause"] == "validation without no_grad" for row in seen.bottlenecks) == bool(part)
+
+
+def test_what_loading_takes_is_that_of_all_batches_of_a_step():
+    loop = Loop("data wait", 2 * MS, items=64 * 8)
+    with profiled(loop, steps=4) as seen:
+        loop.train(accumulate=2)
+    assert seen.breakdown.facts.items_s > 2 * 2 * MS
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -240,8 +264,64 @@ def test_in_a_long_loop_evaluations_are_timed_after_the_close_look_too():
         for _ in range(10):
             loop.evaluate()  # once more at the end is not too often
     assert seen.steps == 100 and seen.breakdown.steps == 20 and not seen.notes
+    assert "the first, middle and last steps take" in str(seen)
     assert 0.95 * 2 / 100 * 4 * MS < per_step_s(seen, "evaluation") < 5 / 100 * 4 * MS
     assert seen.breakdown.share("checkpoint") == 0
+
+
+@pytest.mark.parametrize(
+    ("longer_s", "taken", "causes"),
+    [
+        (MS / 100, 0, ["growing steps"]),
+        (0.0, 1 << 20, ["creeping memory"]),
+        (0.0, 1 << 10, []),
+        (-MS / 1000, 0, []),
+    ],
+)
+def test_what_grows_from_the_first_steps_to_the_last_is_named(longer_s, taken, causes, monkeypatch):
+    """Steps of 5 ms, with an evaluation among the last."""
+    growth = Growth(torch.device("cpu"))
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for step in range(3000):
+        seconds["forward"] += 3 * MS + step * longer_s
+        seconds["backward"] += 2 * MS
+        monkeypatch.setattr("speedkit.measure.growth.memory_taken", lambda _, now=step * taken: {"a worker": now})
+        if step == 2990:
+            seconds["evaluation"] = 60.0
+        growth.see(step, seconds)
+    found = list(growth.bottlenecks(20 * MS))
+    assert [row.name for row in found] == causes and len(growth.samples) <= 64
+    assert all("forward" in row.change or "a worker takes" in row.evidence for row in found)
+    first_s, middle_s, last_s = growth.as_dict()["step_s"]
+    expected = [5 * MS + step * longer_s for step in (50, 1500, 2950)]
+    assert [first_s, middle_s, last_s] == pytest.approx(expected, rel=0.05)
+
+
+class Hanging(torch.utils.data.Dataset):
+    """Items that do not come before it is told where they are waited for."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        while not (self.told.exists() and self.told.stat().st_size):
+            time.sleep(0.01)
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_a_loop_hangs_is_told_once(workers, tmp_path, capfd):
+    told = tmp_path / "hang.txt"
+    with hang_told(Timeline(), 0.1, told):
+        list(DataLoader(Hanging(told), 2, num_workers=workers))
+        time.sleep(0.3)
+    assert capfd.readouterr().err == told.read_text()
+    said = told.read_text()
+    assert said.startswith("speedkit: no step for 0 seconds") and "list(DataLoader(Hanging" in said
+    assert (", has used" if workers else "It makes the samples [0, 1]") in said
 
 
 def test_a_loop_that_is_not_the_one_described_is_told_so_and_what_cannot_be_watched_is_refused():

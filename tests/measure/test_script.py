@@ -5,7 +5,9 @@ import json
 import pytest
 from processes import python
 
+from speedkit.errors import UsageError
 from speedkit.machine import this_machine
+from speedkit.measure.profile_report import read_breakdown
 from speedkit.measure.script import next_levers
 from speedkit.plan import Plan
 
@@ -95,6 +97,8 @@ PLANTED = {  # script, cause, framework, what to do about it there
 STEPS = "import torch\nw = torch.nn.Linear(4, 4)\no = torch.optim.SGD(w.parameters(), 0.1)\nfor i in range(40):\n"
 STEPS += "    w(torch.randn(2, 4)).sum().backward(), o.step()\n"
 
+BY_ITSELF = STEPS.replace("o.step()", "w.weight.data.sub_(0.1 * w.weight.grad)")
+
 
 def run(folder, source, *command):
     """Write a script and run it, under `speedkit profile` where that is the `command`; return what came of it."""
@@ -130,14 +134,15 @@ def test_a_script_learns_the_same_bits_with_its_own_arguments(source, tmp_path):
     [
         (STEPS + "raise ValueError('planted')", 1, ("line 6", "ValueError: planted")),
         (STEPS + "raise SystemExit(3)", 3, ()),
-        (STEPS.replace("40", "1"), 1, ("script.py made 1 optimizer steps",)),
+        (STEPS.replace("40", "1"), 0, ("script.py made 1 optimizer steps",)),
+        (BY_ITSELF + "raise SystemExit(4)", 4, ("script.py makes 40 backward passes", "p.data -= ...")),
     ],
-    ids=["fails", "exits", "one step"],
+    ids=["fails", "exits", "one step", "updates by itself"],
 )
 def test_a_script_that_fails_does_so_as_ever_after_the_breakdown_of_what_ran(source, code, words, tmp_path):
     result = run(tmp_path, source, *PROFILE)
     assert result.returncode == code and all(word in result.stderr for word in words), result.stderr
-    assert (tmp_path / "seen" / "breakdown.json").exists() == (source.count("range(40)") > 0)
+    assert (tmp_path / "seen" / "breakdown.json").exists() == (source.startswith(STEPS))
     assert "speedkit/" not in result.stderr and "runpy" not in result.stderr
 
 
@@ -154,6 +159,65 @@ pool.join()
 def test_the_processes_of_a_script_end_when_it_tells_them_to(tmp_path):
     result = run(tmp_path, POOL + STEPS, *PROFILE)
     assert result.returncode == 0 and "breakdown.json" in result.stdout, result.stderr
+
+
+ODD = """
+import builtins, os, sys
+print("read", sys.stdin.read())
+builtins.print = lambda *words, **_: sys.stdout.write("mine")
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+"""
+ODD_END = """
+o = torch.optim.SGD(w.parameters(), 0.1)
+for i in range(5):
+    w(torch.randn(2, 4)).sum().backward(), o.step()
+os._exit(7)
+"""
+
+
+def test_a_script_that_forks_and_leaves_at_once_in_its_second_loop_is_profiled_once(tmp_path):
+    result = run(tmp_path, ODD + STEPS + ODD_END, *PROFILE)
+    assert result.returncode == 7 and result.stdout.startswith("read ") and "mine" not in result.stdout
+    assert result.stdout.count("20 steps of") == 1 and "5 steps of other optimizers came later" in result.stdout
+    assert (tmp_path / "seen" / "breakdown.json").exists() and "too few" not in result.stderr
+
+
+def test_a_first_answer_comes_while_the_script_goes_on_or_ends_it_and_is_held_against_an_older_one(tmp_path):
+    old = {"steps": 2, "step_s": 9.0, "rows": [{"cause": "data wait", "seconds": 3.0}]}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    source = STEPS.replace("40", "80") + "    if i > 70: print('goes on', flush=True)\n"
+    result = run(tmp_path, source, *PROFILE)
+    assert "while the script goes on: 20 steps" in result.stderr and result.stdout.startswith("goes on")
+    stopped = run(tmp_path, source, *PROFILE[:-1], "stopped", "--stop", "--against", "old.json")
+    assert stopped.returncode == 0 and "goes on" not in stopped.stdout + stopped.stderr
+    assert "data wait                       1500" in stopped.stdout
+    with pytest.raises(UsageError, match=r"script.py is no breakdown.json"):
+        read_breakdown(tmp_path / "script.py")
+
+
+RANKS = """
+import time, torch
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(40):
+    time.sleep(0.02 * rank)
+    net(torch.randn(8, 64)).sum().backward(), optimizer.step(), optimizer.zero_grad()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_of_ranks_the_one_is_named_that_the_others_wait_for(tmp_path):
+    result = run(tmp_path, RANKS, "-m", "torch.distributed.run", "--nproc-per-node", 2, *PROFILE)
+    assert result.returncode == 0, result.stderr
+    assert "the other ranks wait for rank1" in result.stdout
+    breakdowns = [json.loads((tmp_path / "seen" / f"rank{rank}" / "breakdown.json").read_text()) for rank in (0, 1)]
+    assert breakdowns[0]["exchange_s"] > 0.01 + breakdowns[1]["exchange_s"]
 
 
 TWO_NETWORKS = """

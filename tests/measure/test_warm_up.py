@@ -21,5 +21,8 @@ def test_a_recompiling_step_is_counted_and_not_called_steady_too_early(monkeypat
     assert len(calls) == 5 + WINDOWS, "none of the windows that agree compiled anything"
     torch._dynamo.reset()
     assert compilations() - before == 5  # a reset must not look like fewer compilations
+    torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager")(torch.ones(1))
+    guard, broken = warm_up.failed_guard_and_break()
+    assert "size mismatch" in guard and "test_warm_up.py" in broken and "x.sum() > 0" in broken
     monkeypatch.setattr(warm_up, "TOLERANCE", 0.0)
     assert run_until_steady(lambda: None, "cpu", max_s=0.05) > 0, "it gives up"
