@@ -26,6 +26,8 @@ autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = "speedkit"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}

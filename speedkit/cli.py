@@ -378,9 +378,10 @@ def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values
 @click.argument("folder", metavar="DIR")
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
 @click.option("--part", type=part_of, metavar="K/N", help="build one part; a build without --part joins them")
+@click.option("--cluster", metavar="TCP://HOST:PORT", help="build on the Dask cluster of this scheduler, and join")
 def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
-    from speedkit.lab.caches import build_joined, build_part, caches_in, damage, describe
+    from speedkit.lab.caches import build_joined, build_on_cluster, build_part, caches_in, damage, describe
 
     if action == "build":
         work, _ = find_workload(workload, values)
@@ -388,6 +389,8 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
         plan = find_plan(values["plan"], values | {"cache": "disk"})
         if values["part"]:
             built = build_part(work, items, plan, folder=folder, part=values["part"], progress=True)
+        elif values["cluster"]:
+            built = build_on_cluster(work, items, plan, folder=folder, address=values["cluster"])
         else:
             built = build_joined(work, items, plan, folder=folder)
         lines = [f"{built.folder}: {built.why}"]

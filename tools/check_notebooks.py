@@ -17,6 +17,7 @@ from speedkit.lab.records import validate_record
 MAX_BYTES = 300_000
 MAX_WORDS = 1200  # of prose
 MAX_LINES = 150  # of code, beside the parameters
+MAX_COLUMNS = 88  # of what is typed off: a block of more scrolls sideways on a page of 900 pixels
 CHECKED = "nbval-check-output"
 IGNORED = "nbval-ignore-output"  # measured here, or drawn from it: another machine shows something else
 HEADINGS = ("predict", "does not help", "exercise", "next")
@@ -45,6 +46,7 @@ def contract_problems(path: Path) -> list[str]:
     own = [cell for cell in code if "colab" not in _tags(cell)]
     lines = re.findall(r"^.*\S", "\n".join(cell.source for cell in own[1:]), re.MULTILINE)
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    blocks = [code[0].source, *re.findall(r"^```.*?^```", prose, re.MULTILINE | re.DOTALL)]
     headings = " | ".join(re.findall(r"^#+ (.*)$", prose, re.MULTILINE)).lower()
     outputs = [output for cell in code for output in cell.outputs]
     checked = [cell for cell in code if CHECKED in _tags(cell)]
@@ -62,6 +64,9 @@ def contract_problems(path: Path) -> list[str]:
         "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
         "a parameter has no comment on its line": all(
             "  # " in line for line in re.findall(r"^\w+:.*", code[0].source, re.M)
+        ),
+        f"a parameter or a block in its prose has more than {MAX_COLUMNS} columns": all(
+            len(line) <= MAX_COLUMNS for block in blocks for line in block.splitlines()
         ),
         "its last code cell does not call run.save()": ".save()" in code[-1].source,
         "it does not show one record, its own": record.get("notebook") == path.stem

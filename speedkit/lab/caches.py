@@ -1,5 +1,6 @@
 """Feature caches as the command `cache` builds them in parts, describes, verifies and repairs them."""
 
+import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from speedkit.data.cache import PARTS, build_cache
 from speedkit.data.cache_files import ENTRY, HEADER, INDEX, VALUES, mapped, read_index, size_of
 from speedkit.data.cache_on_disk import FeatureCache
 from speedkit.errors import UsageError
+from speedkit.lab.cluster import cluster_executor
 from speedkit.plan import Plan
 from speedkit.workload import Workload
+
+CLUSTER_PARTS = 64  # one each for more workers than most clusters have, and little to do again where one dies
 
 
 def build_part(
@@ -26,6 +30,27 @@ def build_part(
     number, count = part
     own = items[(number - 1) * len(items) // count : number * len(items) // count]
     return build_cache(workload, own, plan, cache_dir=Path(folder) / PARTS / f"{number}-of-{count}", **options)
+
+
+def build_on_cluster(
+    workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path, address: str
+) -> FeatureCache:
+    """Build the parts on the workers of the Dask scheduler at `address`, which share `folder`, and join them here.
+
+    A part whose worker dies is gone on with by another one.
+    """
+    count = min(CLUSTER_PARTS, len(items))
+    with cluster_executor(address) as executor:
+        build = functools.partial(_build_away, workload, items, plan, folder=Path(folder).resolve())
+        parts = [executor.submit(build, part=(number, count)) for number in range(1, count + 1)]
+        for part in parts:
+            part.result()
+    return build_joined(workload, items, plan, folder=folder)
+
+
+def _build_away(*data: Any, **options: Any) -> None:
+    """Build a part, in a worker's own process, and send no cache back."""
+    build_part(*data, **options, workers=0)
 
 
 def build_joined(workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path) -> FeatureCache:

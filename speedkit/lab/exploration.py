@@ -54,13 +54,13 @@ def explore_plan(workload: Workload, plan: Plan, *, tell: Callable[[News], Any],
     recipe = workload.recipe
     effective = resolve(plan, hardware, workload=workload, batch_size=recipe.batch_size)
     tell({"state": "where the baseline's time goes", "notes": effective.notes(verbose=True)})
-    before = breakdown_of(workload, device=device)
+    before = breakdown_of(workload, device=device, progress=False)
     tell({"state": "what the plan should gain", "breakdowns": {"baseline": before.as_dict()}})
     gains = gains_of(workload, recipe, Plan(), hardware=hardware)
     shares = {row["cause"]: row["share"] for row in before.rows}
     predicted = predict(changed(effective.plan), shares, frames=frames_saved(workload, recipe), gains=gains)
     tell({"state": "where the plan's time goes", "predicted": predicted})
-    after = breakdown_of(workload, plan=plan, device=device)
+    after = breakdown_of(workload, plan=plan, device=device, progress=False)
     tell({"state": "warming up", "breakdowns": {"baseline": before.as_dict(), "plan": after.as_dict()}})
     compare_live(workload, plan, tell=tell, device=device)
 

@@ -4,7 +4,8 @@ A drawing is edited as drawings/NAME.svg; `make drawings` makes the PNG beside i
 """
 
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -45,10 +46,37 @@ def drawing(name: str) -> None:
 
 
 def show(figure: Figure) -> None:
-    """Display a figure in a notebook as PNG, in few colours: a third of the bytes."""
+    """Display a figure in a notebook."""
+    display.display(as_image(figure))
+
+
+def with_sliders(slider: Callable[..., Any], draw: Callable[..., Figure], **values: float) -> None:
+    """Display `draw(**values)`, and above it a slider for each value, from a tenth of it to ten times as much.
+
+    `slider` is ipywidgets.FloatLogSlider. The picture is an output of the cell and no widget: it is drawn anew when a
+    slider is moved, and a page without a kernel shows it as it was last.
+    """
+
+    def picture() -> display.Image:
+        return as_image(draw(**{name: slider.value for name, slider in sliders.items()}))
+
+    sliders = {}
+    for name, value in values.items():
+        power = math.log10(value)
+        sliders[name] = slider(value, min=power - 1, max=power + 1, description=name.replace("_", " "))
+        sliders[name].style.description_width = "10em"
+        sliders[name].continuous_update = False
+    display.display(*sliders.values())
+    shown = display.display(picture(), display_id=True)
+    for each in sliders.values():
+        each.observe(lambda _: shown.update(picture()), "value")
+
+
+def as_image(figure: Figure) -> display.Image:
+    """Return a figure as PNG, in few colours: a third of the bytes."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=90)
-    display.display(display.Image(few_colours(drawn.getvalue()), alt=figure.get_suptitle()))
+    return display.Image(few_colours(drawn.getvalue()), alt=figure.get_suptitle())
 
 
 def few_colours(png: bytes) -> bytes:

@@ -28,14 +28,12 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
 
 @style.context(STYLE)
 def break_even(
-    eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, int], *, title: str
+    eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, int], *, last: float, title: str
 ) -> Figure:
-    """Return total seconds by steps: eager ones of `eager_s`, and compiled, each with (seconds to compile, of a step).
+    """Return seconds up to step `last`: eager ones of `eager_s`, and compiled, each (seconds to compile, of a step).
 
-    `paid` has the step at which a line crosses the eager one, where that was shown. The axis reaches to twice the
-    latest, or to where compiling alone is a quarter of the eager time.
+    `paid` has the step at which a line crosses the eager one, where that was shown.
     """
-    last = 2.0 * max(paid.values(), default=2 * max(seconds for seconds, _ in compiled.values()) / eager_s)
     figure, axes = new_figure(3.2, title=title)
     axes.plot([0, last], [0, last * eager_s], color=GREY, linewidth=2.5, label="eager")
     for (name, (seconds, step_s)), colour in zip(compiled.items(), COLOURS, strict=False):

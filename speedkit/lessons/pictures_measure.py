@@ -7,9 +7,10 @@ from typing import Any
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, add_caption, new_figure
 
 COLOURS = (GREY, ORANGE, GREEN, BLUE)
+Spans = Sequence[tuple[float, float]]
 
 
 @style.context(STYLE)
@@ -40,4 +41,32 @@ def alarms(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     axes.set(ylabel="false alarms in 100", ylim=(0, 1.25 * most))
     axes.grid(visible=True, axis="y")
     axes.legend(ncols=5, loc="upper left")
+    return figure
+
+
+@style.context(STYLE)
+def narrowing(intervals: Mapping[int, Sequence[float]], *, title: str) -> Figure:
+    """Return a ratio with its interval, (ratio, low, high), over the number of pairs that it is made of."""
+    figure, axes = new_figure(2.8)
+    ratios, lows, highs = zip(*intervals.values(), strict=True)
+    axes.fill_between([*intervals], lows, highs, color=GREY, alpha=0.4, label="99 % interval")
+    axes.plot([*intervals], ratios, color=BLUE, label="ratio")
+    axes.axhline(1.0, color=INK, linewidth=0.8)
+    axes.set(xlabel="pairs of turns", ylabel="time A / time B")
+    add_caption(figure, title)
+    return figure
+
+
+@style.context(STYLE)
+def queue(launches: Spans, waits: Spans, kernels: Spans, *, title: str) -> Figure:
+    """Return what host and GPU do over time: the start and length [µs] of each launch, wait and kernel."""
+    figure, axes = new_figure(2.2, ["host", "GPU"])
+    for y, spans, colour, name in (
+        (0, launches, ORANGE, "the host queues a kernel"),
+        (0, waits, GREY, "it waits"),
+        (1, kernels, BLUE, "a kernel at work"),
+    ):
+        axes.broken_barh(spans, (y - 0.35, 0.7), facecolor=colour, edgecolor="white", label=name)
+    axes.set(xlim=(0, None), xlabel="µs")
+    add_caption(figure, title)
     return figure

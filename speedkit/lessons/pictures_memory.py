@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure
 
 
 @style.context(STYLE)
@@ -31,20 +31,32 @@ def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
 
 
 @style.context(STYLE)
-def tried(rates: Mapping[int, float], peak_bytes: Mapping[int, int], *, chosen: int, unit: str, title: str) -> Figure:
-    """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked."""
+def tried(
+    rates: Mapping[int, float],
+    model: Sequence[float],
+    peak_bytes: Mapping[int, int],
+    *,
+    chosen: int,
+    unit: str,
+    title: str,
+) -> Figure:
+    """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked.
+
+    `model` has the rates that a formula gives.
+    """
     figure = Figure(figsize=(8.6, 3.0), layout="constrained")
     rate, memory = figure.subplots(1, 2)
     best = max(rates.values())
     rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
     rate.plot([*rates], [*rates.values()], "o-", color=BLUE)
+    rate.plot([*rates], model, "--", color=INK, label="by two costs")
     memory.plot([*rates], [peak_bytes[size] / 1e6 for size in rates], "o-", color=ORANGE)
     for axes, label in ((rate, f"{unit}/s: higher is faster"), (memory, "MB that a step takes")):
         axes.axvline(chosen, color=GREEN, linewidth=2, label=f"chosen: {chosen}")
         axes.set(xscale="log", xlabel="micro-batch, samples", ylabel=label, ylim=(0, None))
         axes.set_xticks([*rates], [str(size) for size in rates])
         axes.xaxis.set_minor_locator(NullLocator())
-    figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 

@@ -27,6 +27,7 @@ from speedkit.measure.warm_up import run_until_steady
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.loop import steps
+from speedkit.train.progress import bar_of
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
 
@@ -234,13 +235,15 @@ def breakdown_of(
     cache_dir: str | Path | None = None,
     window_s: float = 1.0,
     trace_file: str | Path | None = None,
+    progress: bool | str = "auto",
 ) -> Breakdown:
     """Train `workload` for about `window_s` after a warm-up, without evaluation; return where the time goes.
 
-    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace.
+    On a CPU forward is the loss with what it calls. `trace_file` keeps the profiler's trace. `progress` is a bar.
     """
     timeline = Timeline()
     with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(bar_of("step", f"profile of {workload.name}", None, show=progress))
         stack.enter_context(process_kept(device))
         run = setup_run(
             dataclasses.replace(workload, loss=timeline.timed(FORWARD, workload.loss)),
@@ -261,8 +264,12 @@ def breakdown_of(
         step_s = run_until_steady(functools.partial(next, training), run.device, max_s=max(2.0, window_s))
         observer = StepObserver(run.device, max(5, round(window_s / step_s)), timeline)
         with patch.object(optimizer, "step", timeline.timed(OPTIMIZER, optimizer.step)), timing(timeline):
+            bar.total = observer.needed - observer.to_time
+            bar.set_postfix_str("measuring")
             for _ in observer.observe(trace_file):
                 next(training)
+                if observer.timed == observer.to_time and bar.n < bar.total:  # else the bar would be timed too
+                    bar.update()
         facts = observer.facts
         facts.workers = workers
         facts.quarantined = run.data.bad

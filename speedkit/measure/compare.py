@@ -23,7 +23,7 @@ from speedkit.measure.stats import LOOKS, Decision, paired_interval
 from speedkit.measure.turns import LONG, Pairs, Turns, measure_pairs
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
-from speedkit.train.progress import bar_of_pairs
+from speedkit.train.progress import bar_of
 from speedkit.workload import Workload
 
 
@@ -141,7 +141,7 @@ def compare(
         process_kept(device),
         closing(Contender(workload, recipe, plan_a, **options)) as a,
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
-        bar_of_pairs(f"{label}{budget}", pairs, show=progress) as bar,
+        bar_of("pair", f"{label}{budget}", pairs, show=progress) as bar,
     ):
 
         def seen(turns: Turns) -> None:

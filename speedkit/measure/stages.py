@@ -120,7 +120,7 @@ class Tuning:
 
         def measured() -> Row:
             [beside] = self.beside_others(plan)
-            breakdown = breakdown_of(self.workload, self.recipe, beside, **self.options)
+            breakdown = breakdown_of(self.workload, self.recipe, beside, progress=self.progress, **self.options)
             self.state["quarantined"] |= breakdown.facts.quarantined
             return breakdown.as_dict()
 

@@ -80,10 +80,10 @@ class Progress:
             self.bar.close()
 
 
-def bar_of_pairs(name: str, pairs: int, *, show: bool | str) -> tqdm:
-    """Return a bar for the pairs of turns of two plans, at most `pairs`; lines in a log would be too many."""
-    form = "{desc}: {bar} pair {n_fmt} of at most {total_fmt} [{elapsed}{postfix}]"
-    bar = tqdm(total=pairs, desc=name, bar_format=form, leave=False, disable=display_mode(show) != "bar")
+def bar_of(unit: str, name: str, most: int | None, *, show: bool | str) -> tqdm:
+    """Return a bar for the pairs or steps of a measurement, at most so many; lines in a log would be too many."""
+    form = f"{{desc}}: {{bar}} {unit} {{n_fmt}} of at most {{total_fmt}} [{{elapsed}}{{postfix}}]"
+    bar = tqdm(total=most, desc=name, bar_format=form, leave=False, disable=display_mode(show) != "bar")
     bar.set_postfix_str("compiling and warming up")
     return bar
 

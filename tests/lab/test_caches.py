@@ -1,5 +1,6 @@
 """What the command `cache` sees of a cache: its damage, wherever it is, and none after a repair and the next use."""
 
+import dataclasses
 import os
 import shutil
 
@@ -8,7 +9,7 @@ from tiny import points
 
 from speedkit.data.cache import build_cache
 from speedkit.data.cache_files import HEADER
-from speedkit.lab.caches import build_joined, build_part, caches_in, damage, describe
+from speedkit.lab.caches import build_joined, build_on_cluster, build_part, caches_in, damage, describe
 from speedkit.plan import Plan
 
 
@@ -78,3 +79,23 @@ def test_parts_are_joined_to_the_bytes_of_one_build(tmp_path, harm):
     joined = build_joined(workload, workload.train, PLAN, folder=tmp_path / "parts")
     assert joined.built == 17 + computed and files_of(joined.folder) == alone(workload, tmp_path)
     assert [path.name for path in (tmp_path / "parts").iterdir()] == [joined.folder.name]  # the parts are gone
+
+
+@pytest.mark.slow
+def test_a_cluster_builds_the_bytes_of_one_build_though_a_worker_dies(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    workload = points(train=2000)
+    died = tmp_path / "died"
+
+    def dies_once(item):
+        if item == workload.train[700] and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), 9)
+        return workload.load(item)
+
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        dying = dataclasses.replace(workload, load=dies_once)
+        options = {"folder": tmp_path / "built", "address": cluster.scheduler_address}
+        built = build_on_cluster(dying, workload.train, PLAN, **options)
+    assert died.exists() and built.built == 0  # by the join
+    assert files_of(built.folder) == alone(dying, tmp_path)

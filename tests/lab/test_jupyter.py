@@ -197,10 +197,13 @@ def test_a_stop_keeps_the_pairs_so_far_undecided_and_before_them_is_one_sentence
 CELL = """import sys; sys.path.insert(0, {tests!r})
 from tiny import points, slowed
 from speedkit import Plan, compare
-compare(slowed(points(), 0.01), Plan(), Plan(), device="cpu", pairs=10);"""
+from speedkit.measure.breakdown import breakdown_of
+work = slowed(points(), 0.01)
+compare(work, Plan(), Plan(), device="cpu", pairs=10)
+breakdown_of(work, device="cpu");"""
 
 
-def test_a_comparison_shows_its_pairs_where_somebody_sits_before_the_cell():
+def test_a_comparison_and_a_breakdown_show_where_they_are_where_somebody_sits_before_the_cell():
     shown = {}
     with run_kernel(kernel_name="python3") as client:
         for cell, metadata in {"interactive": {"cellId": "a-cell"}, "by a program": {}}.items():
@@ -210,7 +213,9 @@ def test_a_comparison_shows_its_pairs_where_somebody_sits_before_the_cell():
             while (message := client.get_iopub_msg(timeout=60))["content"].get("execution_state") != "idle":
                 shown[cell] += message["content"].get("text", "")
     assert re.search(r"pair [1-9]\d? of at most 10 \[\d+:\d+, ratio so far \d", shown["interactive"])
-    assert "compiling and warming up" in shown["interactive"] and "pair" not in shown["by a program"]
+    assert re.search(r"step [1-6] of at most 6 \[\d+:\d+, measuring", shown["interactive"])
+    assert shown["interactive"].count("compiling and warming up") > 1
+    assert not re.search("pair|step", shown["by a program"])
 
 
 # ---- magics ----

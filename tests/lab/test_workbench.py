@@ -24,6 +24,12 @@ import speedkit
 from tiny import points
 bench = speedkit.explore(points(), device="cpu")
 bench"""
+# The sliders of a lesson: its picture is drawn anew where it stands.
+SLIDERS = """import ipywidgets
+from speedkit.lessons import pictures, pictures_measure
+def queue(launch_us):
+    return pictures_measure.queue([(0.0, launch_us)], [], [], title=f"{launch_us:.0f} us")
+pictures.with_sliders(ipywidgets.FloatLogSlider, queue, launch_us=10.0)"""
 
 
 def test_news_of_a_plan_come_in_the_order_in_which_they_are_known():
@@ -92,7 +98,10 @@ def jupyterlab(folder):
 
 @pytest.mark.slow
 def test_the_workbench_compares_stops_and_hands_its_plan_over_in_jupyterlab(browser, tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL), nbformat.v4.new_code_cell("1 + 41")])
+    from playwright.sync_api import expect
+
+    cells = [nbformat.v4.new_code_cell(source) for source in (CELL, SLIDERS, "1 + 41")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "bench.ipynb")
     with jupyterlab(tmp_path) as address:
@@ -116,6 +125,12 @@ def test_the_workbench_compares_stops_and_hands_its_plan_over_in_jupyterlab(brow
         page.get_by_text("stopped").wait_for()
         page.get_by_role("combobox").last.select_option("YAML")
         page.get_by_text("fused_optimizer: true").wait_for()
+        page.locator(".jp-CodeCell").nth(1).click()
+        page.keyboard.press("Shift+Enter")
+        picture = page.locator(".jp-CodeCell").nth(1).locator("img")
+        drawn = picture.get_attribute("src")
+        page.locator(".noUi-handle").press("ArrowRight")
+        expect(picture).not_to_have_attribute("src", drawn)
         page.keyboard.press("Control+s")
         until_s = time.monotonic() + 60
         while not any("image/png" in str(cell) for cell in json.loads((tmp_path / "bench.ipynb").read_text())["cells"]):

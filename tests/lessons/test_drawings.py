@@ -2,14 +2,16 @@
 
 import io
 import re
+import types
 from xml.etree import ElementTree
 
+import ipywidgets
 import pytest
 from PIL import Image
 from processes import ROOT
 
 from speedkit.errors import UsageError
-from speedkit.lessons import pictures
+from speedkit.lessons import pictures, pictures_measure
 from speedkit.lessons.pictures import DRAWINGS
 
 
@@ -45,3 +47,25 @@ def test_a_figure_is_shown_on_a_transparent_ground(monkeypatch):
     pictures.show(pictures.ratios([row], title="Twice as fast"))
     ground = Image.open(io.BytesIO(shown[0].data)).convert("RGBA").getchannel("A")
     assert ground.getextrema() == (0, 255) and shown[0].alt == "Twice as fast"
+
+
+def test_a_moved_slider_draws_its_picture_anew_in_its_place(monkeypatch):
+    shown = []
+    anew = []
+    place = types.SimpleNamespace(update=anew.append)
+
+    def display(*objects, display_id=False):
+        shown.extend(objects)
+        return place if display_id else None
+
+    def draw(launch_us, reads):
+        launches = [(0.0, launch_us)]
+        return pictures_measure.queue(launches, [], [], title=f"{launch_us:g} and {reads:g}")
+
+    monkeypatch.setattr(pictures.display, "display", display)
+    pictures.with_sliders(ipywidgets.FloatLogSlider, draw, launch_us=20.0, reads=0.5)
+    launch, reads, picture = shown
+    assert (launch.description, picture.alt) == ("launch us", "20 and 0.5")
+    launch.value = 200.0
+    reads.value = 0.01  # its slider ends at a tenth of where it began
+    assert [each.alt for each in anew] == ["200 and 0.5", "200 and 0.05"]

@@ -106,7 +106,7 @@ def free_port():
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_each_lesson_on_a_technique_has_a_few_lines_of_plain_pytorch(lesson):
     lines = [line for line in block(lesson).splitlines() if line.strip()]
-    assert 5 <= len(lines) <= 15 and max(map(len, lines)) <= 120
+    assert 5 <= len(lines) <= 15 and max(map(len, lines)) <= 88
     assert "speedkit" not in block(lesson)
 
 
