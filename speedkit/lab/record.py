@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import types
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,9 +99,10 @@ class NotebookRun:
             "checks": [],
         }
 
-    def pick(self, **by_scale: Any) -> Any:
-        """Return the value for this run's scale: `run.pick(smoke=2, cpu=10, gpu=100)`."""
-        return by_scale[self.scale]
+    def sizes(self, smoke: Row, cpu: Row, gpu: Row | None = None) -> types.SimpleNamespace:
+        """Return the values of this run's scale by name: on a GPU those of `cpu`, but for what `gpu` holds."""
+        by_scale = {"smoke": smoke, "cpu": cpu, "gpu": {**cpu, **(gpu or {})}}
+        return types.SimpleNamespace(**by_scale[self.scale])
 
     @functools.cached_property
     def folder(self) -> Path:

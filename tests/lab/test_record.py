@@ -103,10 +103,19 @@ def test_scale_auto_follows_the_device_and_the_environment_overrides(notebooks, 
     expected = "gpu" if this_machine().device.type == "cuda" else "cpu"
     assert start("21_small").scale == start("21_small", scale="auto").scale == expected
     monkeypatch.setenv("SPEEDKIT_SCALE", "smoke")
-    assert start("21_small", scale="gpu").pick(smoke=2, cpu=10, gpu=100) == 2
+    assert start("21_small", scale="gpu").scale == "smoke"
     monkeypatch.setenv("SPEEDKIT_SCALE", "quick")
     with pytest.raises(UsageError, match='no scale "quick"'):
         start("21_small")
+
+
+def test_sizes_are_those_of_the_scale_and_a_gpu_takes_from_the_cpu_what_it_does_not_name(notebooks):
+    table = {"smoke": {"pairs": 6, "clips": 60}, "cpu": {"pairs": 80, "clips": 240}}
+    expected = {"smoke": (6, 60), "cpu": (80, 240), "gpu": (80, 2400)}
+    for scale, values in expected.items():
+        size = start("21_small", scale=scale).sizes(**table, gpu={"clips": 2400})
+        assert (size.pairs, size.clips) == values
+    assert vars(start("21_small", scale="gpu").sizes(**table)) == table["cpu"]
 
 
 def test_record_goes_round_whole_and_running_a_cell_again_replaces_what_it_recorded(notebooks, tmp_path, capsys):
