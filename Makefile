@@ -42,7 +42,7 @@ BENCHMARKS := $(filter-out %/common.py,$(wildcard benchmarks/*.py))
 STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipynb))
 # One file per process: its fixtures are made once, and a notebook has one kernel.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 180
+SMOKE := SPEEDKIT_SCALE=smoke $(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout 180
 
 .PHONY: help setup setup-all setup-cluster setup-peers setup-docs tune test test-all bench lint lab site drawings lock system clean
 .DEFAULT_GOAL := help

@@ -1,15 +1,15 @@
 """What is compiled for a GPU that is not there: each plan that compiles, and code for clips of every length.
 
 The plans of speech, whose eight lengths take ten minutes to compile, are recorded, and counted by test_dry.py alone.
+Compiled for a T4 are those of text alone: what differs there, float16 with a loss scale, is in them.
 """
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from test_dry import COMPILED, COMPILING, COUNTED_ON, check
+from test_dry import COMPILED, COUNTED_ON, check
 
 from speedkit.data.batch import Batch
 from speedkit.dry.process import run
@@ -29,7 +29,9 @@ def functions_can_be_imported(monkeypatch):
 
 
 @pytest.mark.slow  # minutes of compiling
-@pytest.mark.parametrize(("name", "gpu"), itertools.product(("text", "image", "audio"), COMPILING))
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("text", "sm_75"), ("text", "sm_90"), ("image", "sm_90"), ("audio", "sm_90")]
+)
 def test_each_plan_that_compiles_asks_of_the_gpu_what_it_should(name, gpu):
     check(name, gpu, COMPILED)
 
