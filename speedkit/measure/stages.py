@@ -25,6 +25,7 @@ from speedkit.workload import Workload
 NAME = "tune.json"
 VERSION = 10  # of that file, raised when a stage's result becomes another
 TRYING_SHARE = 0.55  # of the budget: no optimization is begun after that
+AGAIN_SHARE = 0.4  # of the budget: none is measured a second time after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's turns may take
 LARGE_SHARE = 1 / 3  # of the budget, where the plans differ much and it is still undecided
 Row = dict[str, Any]

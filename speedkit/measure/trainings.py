@@ -84,25 +84,31 @@ def choose_schedule(job: Tuning, best: Plan, step_s: Row, *, reserved: bool) -> 
     """Return which part of the schedule is trained, {one_in, kept, until_s, budget_s}: the longest that fits.
 
     `job.seeds` trainings of each plan fit, without those that are `kept`, until the tuning has taken `until_s`. That is
-    None where nothing fits. `reserved`: TIME_SHARE of the budget is for them, whatever else has taken.
+    None where nothing fits. Trainings that are kept need not be half as long. `reserved`: TIME_SHARE of the budget is
+    for them, whatever else has taken.
     """
     spent_s = job.spent_s()
     time_s = job.budget_s - spent_s
     if reserved:
         time_s = max(time_s, TIME_SHARE * job.budget_s)
+    fitting: Row = {}
     chosen: Row = {}
     for one_in in range(1, SHORTEST + 1):
+        if fitting and one_in > 2 * fitting["one_in"]:
+            break
         course = course_of(job, one_in)
         files = curves_files(job, course, best)
         kept = {side: kept_curves(job, file) for side, file in files.items()}
         # As if preparing were done: a cache is there, and compiled code is kept.
         seconds = sum(max(0, job.seeds - len(kept[side])) * training_s(job, course, step_s[side]) for side in kept)
         chosen = {"one_in": one_in, "kept": kept, "until_s": spent_s + time_s, "budget_s": spent_s + seconds}
-        if seconds <= time_s:
+        if not seconds:
             return chosen
+        if seconds <= time_s:
+            fitting = fitting or chosen
         if course.recipe.total_steps(len(job.workload.train)) <= 2 * LAST:
             break
-    return chosen | {"until_s": None}
+    return fitting or chosen | {"until_s": None}
 
 
 def training_s(job: Tuning, course: Course, step_s: float) -> float:
@@ -169,13 +175,15 @@ def train_seeds(
     unspent = 1.0
     share = 0.0
     for number in range(looks[-1]):
-        for side, plan in plans.items():
-            if number < len(curves[side]):
-                continue
-            stage = Stage("training", plan=names[side], seed=job.recipe.seed + number)
-            if number >= 2 and stage not in job.results and job.spent_s() + curves[side][-1]["seconds"] > until_s:
-                return quality_of(course.workload, curves, test=test, tail=ERROR * (unspent + share))
-            recipe = dataclasses.replace(course.recipe, seed=job.recipe.seed + number)
+        recipe = dataclasses.replace(course.recipe, seed=job.recipe.seed + number)
+        stages = {
+            side: Stage("training", plan=names[side], seed=recipe.seed) for side in plans if number >= len(curves[side])
+        }
+        new = [side for side, stage in stages.items() if stage not in job.results]
+        if number >= 2 and job.spent_s() + sum(curves[side][-1]["seconds"] for side in new) > until_s and new:
+            return quality_of(course.workload, curves, test=test, tail=ERROR * (unspent + share))
+        for side, stage in stages.items():
+            plan = plans[side]
             [beside] = job.beside_others(plan)
             run = job.once(stage, curve, fold(course.workload, number), recipe, beside, **job.options)
             job.say(f"{stage}: {job.workload.metric} {run['value']:.4f} in {run['seconds']:.1f} s")

@@ -9,7 +9,7 @@ from speedkit.errors import UsageError
 from speedkit.measure.candidates import Trial, candidates
 from speedkit.measure.optimizations import Optimization, plan_of
 from speedkit.measure.quality import mean_difference, same_losses
-from speedkit.measure.stages import TRYING_SHARE, Row, Tuning
+from speedkit.measure.stages import AGAIN_SHARE, TRYING_SHARE, Row, Tuning
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
 from speedkit.plan import Plan
 
@@ -61,16 +61,13 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
             if hidden or verdicts.get(trial.stage) == "undecided":
                 proposed.append(dataclasses.replace(trial, again=True))
         rest = [trial for trial in proposed if trial.stage not in verdicts]
-        waiting = [trial for trial in rest if not trial.why]
-        late = job.spent_s() > TRYING_SHARE * job.budget_s
-        if late:  # only trials go on that were measured before the tuning was stopped
-            waiting = [trial for trial in waiting if trial.stage in job.results]
+        waiting = [trial for trial in rest if not trial.why and in_time(job, trial)]
         if not waiting:
             break
         first = max(waiting, key=promise)
         trials.append(Trial(**job.once(first.stage, measure, job, first, best, noise=noise)))
 
-    if late and not trials and not all(trial.why for trial in rest):
+    if not trials and not all(trial.why for trial in rest):
         raise UsageError(
             f"a budget of {job.budget_s:.0f} s is too short to try one optimization: give it at least "
             f"{math.ceil(1.5 * job.spent_s() / TRYING_SHARE)} s; --resume goes on from what was measured"
@@ -80,6 +77,12 @@ def try_optimizations(job: Tuning, optimizations: Sequence[Optimization], *, noi
             why = trial.why or "not tried: the time for optimizations is used up"
             trials.append(dataclasses.replace(trial, why=why))
     return trials
+
+
+def in_time(job: Tuning, trial: Trial) -> bool:
+    """Return whether a trial is begun: there is time for it, or it was measured before the tuning was stopped."""
+    share = AGAIN_SHARE if trial.again else TRYING_SHARE
+    return trial.stage in job.results or job.spent_s() <= share * job.budget_s
 
 
 def measure(job: Tuning, trial: Trial, best: Plan, *, noise: float) -> Row:
