@@ -111,6 +111,7 @@ def untold(notebook: Any) -> list[str]:
             else:
                 kinds = [kind for kind in data if not kind.startswith("image/")]
                 shown += [output.get("text", ""), *(SECONDS.sub("", str(data[kind])) for kind in kinds)]
+                shown.append(output.get("metadata", {}).get("image/png", {}).get("alt", ""))  # a figure's title
     known = [value for text in shown for _, value in numbers_in(re.sub(r"<[^>]*>", " ", text))]
     return [number for line in told for number, value in numbers_in(line) if not _is_known(number, value, known)]
 
