@@ -29,11 +29,8 @@ from speedkit.workload import Workload
 
 CASES = Path(__file__).with_suffix(".csv")
 COUNTS = Path(__file__).with_suffix(".json")
-PRECISIONS: dict[str, Any] = {
-    "tf32": "tf32",
-    "amp-bf16": "bf16",
-    "amp-fp16": "fp16",
-}  # that a plan sets; others are of the weights
+# What a plan sets; other formats are of the weights.
+PRECISIONS: dict[str, Any] = {"tf32": "tf32", "amp-bf16": "bf16", "amp-fp16": "fp16"}
 WEIGHTS = {"bf16": torch.bfloat16, "fp16-master": torch.float16}
 BERT = {"bert-base": (768, 12), "bert-large": (1024, 24)}  # hidden units, layers
 WORDS, CLASSES = 50257, 1000

@@ -53,6 +53,8 @@ def contract_problems(path: Path) -> list[str]:
     printed = [output.get("text", "?") for cell in checked for output in cell.outputs]
     metadata = {key for cell in notebook.cells for key in {*cell.metadata} - {"tags", "jupyter"}}
     metadata |= {tag for cell in notebook.cells for tag in _tags(cell) - {"parameters", CHECKED, IGNORED, "colab"}}
+    factors = hand_typed_speedups(prose)
+    unfounded = unfounded_numbers(notebook)
     rules = {
         f"it has more than {MAX_BYTES} bytes": path.stat().st_size <= MAX_BYTES,
         f"it has more than {MAX_WORDS} words": len(prose.split()) <= MAX_WORDS,
@@ -60,7 +62,7 @@ def contract_problems(path: Path) -> list[str]:
         "its first cell is not a title (`# ...`)": notebook.cells[0].source.startswith("# "),
         f"its headings do not say {', '.join(HEADINGS)}": all(words in headings for words in HEADINGS),
         "no solution is collapsed": "<details" in prose,
-        f"it states speed-ups by hand: {hand_typed_speedups(prose)}": not hand_typed_speedups(prose),
+        f"it states speed-ups by hand: {factors}": not factors,
         "its first code cell is not the parameters cell": "parameters" in _tags(code[0]),
         "a parameter has no comment on its line": all(
             "  # " in line for line in re.findall(r"^\w+:.*", code[0].source, re.M)
@@ -86,7 +88,7 @@ def contract_problems(path: Path) -> list[str]:
             line.startswith("PASS ") for shown in printed for line in shown.splitlines()
         ),
         f"it has the metadata or tags {sorted(metadata)}": not metadata,
-        f"it tells numbers that nothing beside them shows: {untold(notebook)}": not untold(notebook),
+        f"it tells numbers that nothing beside them shows: {unfounded}": not unfounded,
     }
     return [problem for problem, holds in rules.items() if not holds] + validate_record(record)
 
@@ -96,7 +98,7 @@ def hand_typed_speedups(text: str) -> list[str]:
     return [match[0] for match in HAND_TYPED.finditer(text)]
 
 
-def untold(notebook: Any) -> list[str]:
+def unfounded_numbers(notebook: Any) -> list[str]:
     """Return the numbers in what `run.tell` says that are neither in the record nor in what else the lesson shows."""
     told, shown = [], []
     for cell in notebook.cells:

@@ -16,11 +16,8 @@ from speedkit.measure.roofline import Operators
 PRODUCTS = 0.9
 BANDWIDTH = 0.55
 LAUNCH_S = 6e-6  # that the host takes for a launch, about: nothing was held against it
-ERRORS = {
-    "eager": 1.36,
-    "compiled": 1.27,
-    "memory": 1.16,
-}  # mean factor from what was published, of cases that chose no constant
+# Mean factors from what was published, of cases that chose no constant.
+ERRORS = {"eager": 1.36, "compiled": 1.27, "memory": 1.16}
 CLOSE = 1.2  # a gain below it is too close to call
 
 
