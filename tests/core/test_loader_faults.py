@@ -31,8 +31,12 @@ PERSISTENT = {"workers": 2, "persistent_workers": True}
 
 def open_too_many():
     time.sleep(1.0)  # the batch before is on its way, by a thread that needs files, too
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    [open(os.devnull) for _ in range(70)]  # noqa: SIM115
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        [open(os.devnull) for _ in range(70)]  # noqa: SIM115
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))  # that thread sends the next batch, too
 
 
 FAULTS = {
