@@ -38,7 +38,7 @@ tune test test-all: | .cache/ipython
 .cache/ipython:  # IPython turns to a temporary folder when the one above its own is missing
 	@mkdir -p $@
 
-BENCHMARKS := $(filter-out %/common.py,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out %/common.py %/scripts.py,$(wildcard benchmarks/*.py))  # scripts.py takes checkouts
 STORY := $(foreach number,00 01 12 21 90 99,$(wildcard notebooks/$(number)_*.ipynb))
 # One file per process: its fixtures are made once, and a notebook has one kernel.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile

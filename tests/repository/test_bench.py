@@ -8,7 +8,7 @@ from processes import ROOT, python
 from speedkit.files import read_json
 
 FOLDER = ROOT / "benchmarks"
-NO_LIMITS = ("common", "notebook_hang", "peers")
+NO_LIMITS = ("common", "notebook_hang", "peers", "scripts")
 SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in NO_LIMITS]
 
 
