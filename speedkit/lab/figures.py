@@ -101,7 +101,9 @@ def waterfall(record: Row) -> Figure:
 
 
 @style.context(STYLE)
-def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figure:
+def breakdowns(
+    breakdowns: Mapping[str, Row], record: Row | None = None, *, title: str = "Where a step's time goes"
+) -> Figure:
     """Return where the time of a step goes: for each breakdown by name, a bar of shares that add up to 100 %.
 
     What is unexplained is hatched; below 0, causes overlap by so much.
@@ -128,7 +130,7 @@ def breakdowns(breakdowns: Mapping[str, Row], record: Row | None = None) -> Figu
         write_beside(axes, y, f"{step}\nunexplained {share['unexplained']:.1f} %")
     axes.margins(x=0)
     axes.set_xlabel("share of the wall time of a step, %")
-    add_caption(figure, "Where a step's time goes", about=origin(record))
+    add_caption(figure, title, about=origin(record))
     return figure
 
 

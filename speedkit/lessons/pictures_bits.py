@@ -39,5 +39,5 @@ def digits(formats: Sequence[str] = ("bf16", "e4m3", "e5m2", "INT8")) -> Figure:
     axes.set(yscale="log", ylim=(5e-4, 1.6), xlabel="binary orders of magnitude below the tensor's largest number")
     axes.set(ylabel="relative error (1: all is lost)")
     axes.grid(visible=True, axis="both")
-    axes.legend(loc="lower right", ncols=len(formats))
+    figure.legend(loc="outside lower left", ncols=len(formats))
     return figure
