@@ -1,0 +1,147 @@
+"""Changes in the text of a Python file, by the places of its syntax tree; all else stays byte for byte."""
+
+import ast
+import difflib
+import io
+import tokenize
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+Node = TypeVar("Node", bound=ast.expr | ast.stmt)
+Edit = tuple[int, int, str]  # from byte, to byte, and what stands there instead
+
+
+class Source:
+    """The text of a Python file and the edits of it; an edit after which it were no Python is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.before = path.read_bytes()
+        self.encoding, _ = tokenize.detect_encoding(io.BytesIO(self.before).readline)
+        text = self.before.decode(self.encoding)
+        self.tree = ast.parse(text)
+        self.text = text.encode()  # in whose bytes the tree counts
+        self.edits: list[Edit] = []
+        self.top: dict[str, None] = {}  # what follows the first imports, each once
+        self.line_end = "\r\n" if b"\r\n" in self.text else "\n"
+        self.indentation = "\t" if b"\n\t" in self.text else "    "
+        self.first_imports = first_imports(self.tree)
+        self.lines = [0]  # where they begin
+        for line in self.text.split(b"\n"):
+            self.lines.append(self.lines[-1] + len(line) + 1)
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """Return from which byte to which `node` stands."""
+        start = self.lines[node.lineno - 1] + node.col_offset
+        return start, self.lines[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+
+    def around(self, line: int, column: int, kind: type[Node]) -> list[Node]:
+        """Return the nodes of a kind that hold what ends at a place, the innermost first."""
+        end = self.lines[line - 1] + column
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, kind)]
+        holding = [node for node in nodes if self.span(node)[0] < end <= self.span(node)[1]]
+        return holding[::-1]  # a walk comes to what is inside later
+
+    def take(self, *edits: Edit) -> bool:
+        """Add edits, if the text is Python with them too; return whether it is."""
+        try:
+            ast.parse(edited(self.text, [*self.edits, *edits]).decode())
+        except SyntaxError:
+            return False
+        self.edits += edits
+        return True
+
+    def add_keywords(self, call: ast.Call, keywords: Mapping[str, str]) -> bool:
+        """Give a call keywords that it does not have; return whether that is possible."""
+        _, end = self.span(call)
+        given = ", ".join(f"{name}={value}" for name, value in keywords.items())
+        edits = [(end - 1, end - 1, f", {given}"), (end - 1, end - 1, given)]  # the other one where a comma is there
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if arguments:
+            last = max(self.span(argument)[1] for argument in arguments)
+            edits.insert(0, (last, last, f", {given}"))  # which a bracket around that argument would swallow
+        for edit in edits:
+            try:
+                tree = ast.parse(edited(self.text, [edit]).decode())
+            except SyntaxError:
+                continue
+            count = len(call.keywords) + len(keywords)
+            calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.keywords) == count)
+            if head(call) in map(head, calls):
+                return self.take(edit)
+        return False
+
+    def insert_before(self, statement: ast.stmt, lines: Sequence[str]) -> bool:
+        """Put lines before a statement, as far indented as it is; return whether that is possible."""
+        start, _ = self.span(statement)
+        line = self.lines[statement.lineno - 1]
+        indented = self.text[line:start].decode()
+        if indented.strip():  # other code stands before it in its line
+            return self.take((start, start, "".join(f"{text}; " for text in lines)))
+        inserted = "".join(indented + text.replace("    ", self.indentation) + self.line_end for text in lines)
+        return self.take((line, line, inserted))
+
+    def result(self) -> bytes:
+        """Return the text with all edits, in the file's encoding."""
+        edits = list(self.edits)
+        if self.top:
+            at = self.lines[self.first_imports[1]]
+            imports = [lines for lines in self.top if lines.startswith(("import ", "from "))]
+            others = [lines for lines in self.top if lines not in imports]
+            text = "\n".join(imports + others).replace("    ", self.indentation)
+            edits.insert(0, (at, at, f"{text}\n".replace("\n", self.line_end)))
+        return edited(self.text, edits).decode().encode(self.encoding)
+
+    def imports(self, name: str) -> bool:
+        """Return whether the imports at the top bind the module `name` to its name."""
+        imports, _ = self.first_imports
+        aliases = [alias for statement in imports if isinstance(statement, ast.Import) for alias in statement.names]
+        return any(
+            alias.asname == name or (not alias.asname and f"{alias.name}.".startswith(f"{name}.")) for alias in aliases
+        )
+
+    def diff(self, root: Path) -> bytes:
+        """Return the change as a patch of the file, with its path from `root`; nothing where there is no change."""
+        before, after = (lines_of(text) for text in (self.before, self.result()))
+        name = self.path.relative_to(root).as_posix().encode()
+        if b" " in name:
+            name += b"\t"  # where it ends
+        lines = difflib.diff_bytes(difflib.unified_diff, before, after, b"a/" + name, b"b/" + name)
+        return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
+
+
+def first_imports(tree: ast.Module) -> tuple[list[ast.stmt], int]:
+    """Return the imports at the top of a file, and after how many lines they and its docstring end."""
+    imports: list[ast.stmt] = []
+    lines = 0
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            imports.append(statement)
+        elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+            break
+        lines = statement.end_lineno or 0
+    return imports, lines
+
+
+def lines_of(text: bytes) -> list[bytes]:
+    """Return the lines of a text with their ends, as git counts them."""
+    *lines, rest = text.split(b"\n")
+    return [line + b"\n" for line in lines] + [rest] * bool(rest)
+
+
+def head(call: ast.Call) -> tuple[int | None, ...]:
+    """Return where a call begins and its function ends."""
+    return call.lineno, call.col_offset, call.func.end_lineno, call.func.end_col_offset
+
+
+def edited(text: bytes, edits: Sequence[Edit]) -> bytes:
+    """Return `text` with edits; of several at one place the first stands first."""
+    for start, end, inserted in sorted(edits, key=first_byte)[::-1]:
+        text = text[:start] + inserted.encode() + text[end:]
+    return text
+
+
+def first_byte(edit: Edit) -> int:
+    """Return where an edit begins."""
+    return edit[0]

@@ -1,0 +1,350 @@
+"""The patch of a tuned script: git applies it, the script runs to its end with it, and what it changes is in force."""
+
+import importlib
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from speedkit.lab.patches import patch_of
+from speedkit.machine import this_machine
+from speedkit.measure.script_places import recorded_places
+from speedkit.train.process_state import process_state_kept
+
+MAIN = '''#!/usr/bin/env python3
+"""Learns classes of pictures, called é."""
+from __future__ import annotations
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Pictures(torch.utils.data.Dataset):
+    made = 0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        Pictures.made += 1
+        return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index)), index % 2
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Conv2d(3, 8, 3), nn.Linear(288, 2)
+
+    def forward(self, inputs):
+        return {"logits": self.head(self.features(inputs).flatten(1))}
+
+def loaders(size, **more):
+    return DataLoader(
+        Pictures(),
+        batch_size=size,  # a comment, with ) and ,
+        **more,
+    )
+
+def main():
+    device = torch.device("cpu")
+    net = Net().to(device)
+    loader = loaders(4)
+    if loader:
+        optimizer = torch.optim.AdamW((net.parameters()), lr=1e-3)
+    for epoch in range(2):
+        for i, data in enumerate(loader):
+            inputs, labels = data[0].to(device), data[1].to(device)
+            loss = nn.functional.cross_entropy(net(inputs)["logits"], labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert loss.dtype == torch.float32
+    return {"loader": loader, "optimizer": optimizer, "model": net}
+
+if __name__ == "__main__":
+    parts = main()
+'''
+LEVEL = """import torch.nn.functional as F
+from torch import nn, optim, utils, randn, float32
+class Pictures:
+	made = 0
+	def __len__(self): return 8
+	def __getitem__(self, index):
+		Pictures.made += 1
+		return {"x": randn(3, 8, 8), "y": index % 2}
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 2))
+if net: pass; optimizer = optim.SGD(net.parameters(), 0.1, foreach=True)
+loader = utils.data.DataLoader(Pictures(), 4, True, None, None, 0)
+for batch in loader:
+	batch = {name: value.to("cpu:0") for name, value in batch.items()}
+	loss = F.cross_entropy(net(batch["x"]), batch["y"])
+	optimizer.zero_grad(False), loss.backward(), optimizer.step()
+	optimizer.zero_grad(False)
+assert loss.dtype == float32
+parts = {"loader": loader, "optimizer": optimizer, "model": net}""".replace("\n", "\r\n")
+TRAINER = """import torch
+from torch.utils import data
+class Loader(data.DataLoader):
+    def __init__(self, dataset):
+        options = {"batch_size": 4}
+        super().__init__(dataset, **options)
+
+def copied(batch, device):
+    return [leaf.to(device) for leaf in batch]
+
+class Trainer:
+    def __init__(self, model, dataset):
+        self.model, self.loader = model, Loader(dataset)
+        self.optimizer = self.build(torch.optim.Adam)
+
+    def build(self, kind):
+        settings = {"lr": 1e-3}
+        return kind(self.model.parameters(), **settings)
+
+    def fit(self):
+        for batch in self.loader:
+            inputs, labels = copied(batch, "cpu")
+            loss = torch.nn.functional.cross_entropy(self.model(inputs), labels)
+            loss.backward()
+            self.optimizer.step()
+            self.model.zero_grad(set_to_none=False)
+        assert loss.dtype == torch.float32
+"""
+TWO_FILES = """
+import torch
+from torch import nn
+from trainer import Trainer
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 3, padding=1)
+    def forward(self, x):
+        return x + self.layer(x)
+
+class Pictures(torch.utils.data.TensorDataset):
+    made = 0
+    def __getitem__(self, index):
+        Pictures.made += 1
+        return super().__getitem__(index)
+
+net = nn.Sequential(Block(), Block(), nn.Flatten(), nn.Linear(192, 2))
+trainer = Trainer(net, Pictures(torch.randn(8, 3, 8, 8), torch.arange(8) % 2))
+trainer.fit()
+parts = {"loader": trainer.loader, "optimizer": trainer.optimizer, "model": net}
+"""
+PICTURES = MAIN[MAIN.index("import torch\n") : MAIN.index("def loaders")]
+LIGHTNING = (
+    PICTURES
+    + """
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0])["logits"], batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+trainer = lightning.Trainer(max_epochs=1, **options)
+loader = DataLoader(Pictures(), 4)
+model = Model()
+trainer.fit(model, loader)
+parts = {"loader": loader, "optimizer": trainer.optimizers[0], "model": model.net, "trainer": trainer}
+"""
+)
+ACCELERATE = (
+    PICTURES
+    + """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+net = Net()
+loader = DataLoader(Pictures(), 4)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+for inputs, labels in loader:
+    accelerator.backward(nn.functional.cross_entropy(net(inputs)["logits"], labels))
+    optimizer.step(), optimizer.zero_grad()
+parts = {"loader": loader, "optimizer": optimizer.optimizer, "model": net, "accelerator": accelerator}
+"""
+)
+HUGGING_FACE = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.arange(16) + index % 50, "labels": index % 2}
+
+sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+options = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+arguments = TrainingArguments("out", per_device_train_batch_size=4, max_steps=2, optim="adamw_torch", **options)
+model = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes))
+trainer = Trainer(model, arguments, train_dataset=Texts())
+trainer.train()
+parts = {"loader": trainer.get_train_dataloader(), "optimizer": trainer.optimizer.optimizer, "model": model}
+parts["trainer"] = trainer
+"""
+FILES = {
+    "main": ("PyTorch", {"train.py": MAIN}),
+    "tabs": ("PyTorch", {"my train.py": LEVEL}),
+    "two files": ("PyTorch", {"examples/train.py": TWO_FILES, "examples/trainer.py": TRAINER}),
+    "lightning": ("Lightning", {"train.py": LIGHTNING}),
+    "accelerate": ("Accelerate", {"train.py": ACCELERATE}),
+    "transformers": ("Hugging Face", {"train.py": HUGGING_FACE}),
+}
+
+
+class Run:
+    """What a script leaves behind, and the number formats that its layers gave."""
+
+    def __init__(self, script):
+        self.formats = set()
+        hook = nn.modules.module.register_module_forward_hook(self.note)
+        try:
+            names = runpy.run_path(str(script), run_name="__main__")
+        finally:
+            hook.remove()
+        self.parts = names["parts"]
+        self.made = getattr(names.get("Pictures"), "made", None)
+
+    def note(self, module, inputs, output):
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            self.formats.add(output.dtype)
+
+    def __getattr__(self, name):
+        return self.parts[name]
+
+
+def is_compiled(module):
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
+def compiled(run):
+    return is_compiled(run.model) or hasattr(run.model, "_orig_mod") or run.trainer.args.torch_compile
+
+
+CHANGES = {  # the fields, and whether they are in force in what a run left behind
+    "workers": ({"workers": 1, "persistent_workers": True}, lambda run: run.loader.num_workers == 1),
+    "persistent_workers": ({"workers": 1, "persistent_workers": True}, lambda run: run.loader.persistent_workers),
+    "pin_memory": ({"pin_memory": True}, lambda run: run.loader.pin_memory),
+    "fused_optimizer": ({"fused_optimizer": True}, lambda run: run.optimizer.defaults["fused"]),
+    "channels_last": ({"channels_last": True}, lambda run: is_channels_last(run.model)),
+    "precision": ({"precision": "bf16"}, lambda run: torch.bfloat16 in run.formats),
+    "compile": ({"compile": "default"}, compiled),
+    "threads": ({"threads": 3}, lambda run: torch.get_num_threads() == 3),
+    "attention": ({"attention": "math"}, lambda run: not torch.backends.cuda.flash_sdp_enabled()),
+    "cudnn_benchmark": ({"cudnn_benchmark": True}, lambda run: torch.backends.cudnn.benchmark),
+    "cache": ({"cache": "ram"}, lambda run: type(run.loader.dataset).__name__ == "Kept"),
+    "zero_grad": ({"zero_grad": True}, lambda run: next(run.model.parameters()).grad is None),
+}
+NOT_PLACED = {
+    "two files": {"pin_memory"},  # whose copies are in a function
+    "lightning": {"zero_grad"},
+    "accelerate": {"zero_grad"},
+    "transformers": {"zero_grad", "cache"},
+}
+
+
+def is_channels_last(model):
+    weights = [weight for weight in model.parameters() if weight.ndim == 4]
+    return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Write the files of a name into a git repository of its own; return the script."""
+    threads = torch.get_num_threads()
+
+    def write(name):
+        _, files = FILES[name]
+        for path, source in files.items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_bytes(source.encode())
+        script = tmp_path / next(iter(files))
+        monkeypatch.syspath_prepend(str(script.parent))
+        git(tmp_path, "init", "-q")
+        return script
+
+    monkeypatch.chdir(tmp_path)
+    variables = set(os.environ)
+    with process_state_kept(this_machine("cpu").device), torch.compiler.set_stance("force_eager"):
+        yield write
+    torch.set_num_threads(threads)
+    for name in ("flash", "mem_efficient", "cudnn", "math"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
+    forget_script(variables)
+
+
+def forget_script(variables=()):
+    """Forget the script's own modules, and what Accelerate keeps for the process."""
+    sys.modules.pop("trainer", None)
+    importlib.invalidate_caches()
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    for name in set(os.environ) - set(variables) if variables else ():
+        del os.environ[name]
+
+
+def git(folder, *words, code=0):
+    result = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+    assert (result.returncode == 0) == (code == 0), result.stderr
+    return result.stdout
+
+
+def patched(script, name, fields):
+    """Run a script, patch it, and run it again; return the patch and the second run."""
+    with recorded_places(script.parent) as places:
+        run = Run(script)
+    forget_script()
+    framework, files = FILES[name]
+    patch = patch_of(script, fields, framework, places, optimizer=run.optimizer, loader=run.loader, models=[run.model])
+    (patch.root / "tune.diff").write_bytes(patch.diff)
+    if patch.diff:
+        git(patch.root, "apply", "tune.diff")
+        git(patch.root, "apply", "tune.diff", code=1)
+    before = {path: (patch.root / path).read_bytes() for path in files}
+    assert all(before[path] != source.encode() for path, source in files.items()) or len(files) > 1 or not patch.diff
+    return patch, Run(script)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["main", "tabs", "two files"])
+def test_a_patched_script_runs_to_its_end_with_each_change_in_force(name, change, scripts):
+    fields, in_force = CHANGES[change]
+    patch, run = patched(scripts(name), name, fields)
+    placed = change not in NOT_PLACED.get(name, ())
+    assert [line for line in patch.by_hand if change not in line or placed] == []
+    assert bool(patch.by_hand) != placed and in_force(run)
+
+
+@pytest.mark.parametrize("name", ["main", "tabs", "two files"])
+def test_all_changes_go_together(name, scripts):
+    all_together(name, scripts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
+def test_all_changes_go_together_in_the_words_of_a_framework(name, scripts):
+    pytest.importorskip(name)
+    all_together(name, scripts)
+
+
+def all_together(name, scripts):
+    fields = {field: value for change, _ in CHANGES.values() for field, value in change.items()}
+    patch, run = patched(scripts(name), name, fields)
+    unplaced = NOT_PLACED.get(name, set())
+    assert {line.partition("=")[0] for line in patch.by_hand} == unplaced
+    wrong = [change for change, (_, in_force) in CHANGES.items() if change not in unplaced and not in_force(run)]
+    assert wrong == [], patch.diff.decode()
