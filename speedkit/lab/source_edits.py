@@ -4,12 +4,15 @@ import ast
 import difflib
 import io
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=ast.expr | ast.stmt)
 Edit = tuple[int, int, str]  # from byte, to byte, and what stands there instead
+BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
+MOVES = ("to", "cuda")
+PARTS = (*MOVES, "items", "values")  # methods that give what a batch holds
 
 
 class Source:
@@ -26,7 +29,6 @@ class Source:
         self.top: dict[str, None] = {}  # what follows the first imports, each once
         self.line_end = "\r\n" if b"\r\n" in self.text else "\n"
         self.indentation = "\t" if b"\n\t" in self.text else "    "
-        self.first_imports = first_imports(self.tree)
         self.lines = [0]  # where they begin
         for line in self.text.split(b"\n"):
             self.lines.append(self.lines[-1] + len(line) + 1)
@@ -42,6 +44,15 @@ class Source:
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, kind)]
         holding = [node for node in nodes if self.span(node)[0] < end <= self.span(node)[1]]
         return holding[::-1]  # a walk comes to what is inside later
+
+    def mentions(self, name: str) -> bool:
+        """Return whether an attribute, a keyword or a text of this name is in the file."""
+        nodes = list(ast.walk(self.tree))
+        return any(name in (getattr(node, "attr", ""), getattr(node, "arg", "")) for node in nodes) or any(
+            isinstance(node, ast.Constant) and node.value == name for node in nodes
+        )
+
+    # ---- edits ----
 
     def take(self, *edits: Edit) -> bool:
         """Add edits, if the text is Python with them too; return whether it is."""
@@ -86,20 +97,31 @@ class Source:
         """Return the text with all edits, in the file's encoding."""
         edits = list(self.edits)
         if self.top:
-            at = self.lines[self.first_imports[1]]
-            imports = [lines for lines in self.top if lines.startswith(("import ", "from "))]
-            others = [lines for lines in self.top if lines not in imports]
-            text = "\n".join(imports + others).replace("    ", self.indentation)
-            edits.insert(0, (at, at, f"{text}\n".replace("\n", self.line_end)))
+            line, bound = self.imports()
+            modules = [lines for lines in self.top if lines.startswith("import ") and lines not in bound]
+            others = [lines for lines in self.top if not lines.startswith("import ")]
+            text = "\n".join([*modules, *others]).replace("    ", self.indentation)
+            edits.insert(0, (self.lines[line], self.lines[line], f"{text}\n".replace("\n", self.line_end)))
         return edited(self.text, edits).decode().encode(self.encoding)
 
-    def imports(self, name: str) -> bool:
-        """Return whether the imports at the top bind the module `name` to its name."""
-        imports, _ = self.first_imports
-        aliases = [alias for statement in imports if isinstance(statement, ast.Import) for alias in statement.names]
-        return any(
-            alias.asname == name or (not alias.asname and f"{alias.name}.".startswith(f"{name}.")) for alias in aliases
-        )
+    def imports(self) -> tuple[int, set[str]]:
+        """Return after how many lines the imports at the top end, before all edits, and as what they bind modules."""
+        first_edit = min((edit[0] for edit in self.edits), default=len(self.text))
+        is_first = True
+        bound: set[str] = set()
+        line = 0
+        for statement in self.tree.body:
+            if isinstance(statement, BLOCKS) or self.span(statement)[1] > first_edit:
+                break
+            is_docstring = is_first and isinstance(statement, ast.Expr)
+            is_first = False
+            if isinstance(statement, ast.Import):
+                bound |= {f"import {alias.asname or alias.name.partition('.')[0]}" for alias in statement.names}
+            if is_docstring or isinstance(statement, ast.Import | ast.ImportFrom):
+                line = statement.end_lineno or 0
+        if not line:  # a file begins with comments that have to stay there
+            line = min(node.lineno for node in ast.walk(self.tree) if isinstance(node, ast.expr | ast.stmt)) - 1
+        return line, bound
 
     def diff(self, root: Path) -> bytes:
         """Return the change as a patch of the file, with its path from `root`; nothing where there is no change."""
@@ -109,19 +131,6 @@ class Source:
             name += b"\t"  # where it ends
         lines = difflib.diff_bytes(difflib.unified_diff, before, after, b"a/" + name, b"b/" + name)
         return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
-
-
-def first_imports(tree: ast.Module) -> tuple[list[ast.stmt], int]:
-    """Return the imports at the top of a file, and after how many lines they and its docstring end."""
-    imports: list[ast.stmt] = []
-    lines = 0
-    for statement in tree.body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            imports.append(statement)
-        elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-            break
-        lines = statement.end_lineno or 0
-    return imports, lines
 
 
 def lines_of(text: bytes) -> list[bytes]:
@@ -145,3 +154,41 @@ def edited(text: bytes, edits: Sequence[Edit]) -> bytes:
 def first_byte(edit: Edit) -> int:
     """Return where an edit begins."""
     return edit[0]
+
+
+# ---- copies of a batch ----
+
+
+def copies_in(loop: ast.For) -> Iterator[ast.Call]:
+    """Yield the calls in a loop that copy a part of its batch to a device, and wait for that."""
+    batch = stored(loop.target)
+    count = 0
+    while count < len(batch):  # more names come from it
+        count = len(batch)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Assign) and root_name(node.value) in batch:
+                batch |= {name for target in node.targets for name in stored(target)}
+            if isinstance(node, ast.comprehension) and root_name(node.iter) in batch:
+                batch |= stored(node.target)
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
+            waits = "non_blocking" not in {keyword.arg for keyword in node.keywords}
+            back = any(isinstance(value, ast.Constant) and value.value == "cpu" for value in node.args)
+            if waits and not back and root_name(node) in batch:
+                yield node
+
+
+def stored(target: ast.expr) -> set[str]:
+    """Return the names that an assignment to `target` sets."""
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def root_name(value: ast.expr) -> str:
+    """Return of which name `value` is a part, or a copy; "" where it is computed."""
+    if isinstance(value, ast.Name):
+        return value.id
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in PARTS:
+        return root_name(value.func.value)
+    if isinstance(value, ast.Subscript | ast.Attribute):
+        return root_name(value.value)
+    return ""

@@ -44,6 +44,9 @@ class Place:
     modules: dict[str, weakref.ref[nn.Module]]  # those with weights of the optimizer, by their names here
     keys: dict[str, frozenset[Any]]  # of the dictionaries, by their names here
 
+    def __str__(self) -> str:
+        return f"line {self.line} of {self.path.name}"
+
 
 def root_of(folder: Path) -> Path:
     """Return the root of the git repository around `folder`, or `folder` where there is none."""
@@ -151,7 +154,8 @@ def modules_in(frame: FrameType, weights: set[int]) -> dict[str, weakref.ref[nn.
     names = {**frame.f_locals, **frame.f_globals, **frame.f_locals}
     attributes = getattr(names.get("self"), "__dict__", {})
     for name, value in {**attributes, **attributes.get("_modules", {})}.items():
-        names[f"self.{name}"] = value
+        if name.isidentifier():
+            names[f"self.{name}"] = value
     modules = {name: value for name, value in names.items() if issubclass(type(value), nn.Module)}
     return {
         name: weakref.ref(module)

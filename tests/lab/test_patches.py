@@ -234,10 +234,14 @@ def compiled(run):
     return is_compiled(run.model) or hasattr(run.model, "_orig_mod") or run.trainer.args.torch_compile
 
 
+def pinned(run):
+    return run.loader.pin_memory or run.trainer.args.use_cpu  # where Hugging Face does not pin
+
+
 CHANGES = {  # the fields, and whether they are in force in what a run left behind
     "workers": ({"workers": 1, "persistent_workers": True}, lambda run: run.loader.num_workers == 1),
     "persistent_workers": ({"workers": 1, "persistent_workers": True}, lambda run: run.loader.persistent_workers),
-    "pin_memory": ({"pin_memory": True}, lambda run: run.loader.pin_memory),
+    "pin_memory": ({"pin_memory": True}, pinned),
     "fused_optimizer": ({"fused_optimizer": True}, lambda run: run.optimizer.defaults["fused"]),
     "channels_last": ({"channels_last": True}, lambda run: is_channels_last(run.model)),
     "precision": ({"precision": "bf16"}, lambda run: torch.bfloat16 in run.formats),
@@ -246,13 +250,13 @@ CHANGES = {  # the fields, and whether they are in force in what a run left behi
     "attention": ({"attention": "math"}, lambda run: not torch.backends.cuda.flash_sdp_enabled()),
     "cudnn_benchmark": ({"cudnn_benchmark": True}, lambda run: torch.backends.cudnn.benchmark),
     "cache": ({"cache": "ram"}, lambda run: type(run.loader.dataset).__name__ == "Kept"),
-    "zero_grad": ({"zero_grad": True}, lambda run: next(run.model.parameters()).grad is None),
+    "set_to_none": ({"set_to_none": True}, lambda run: next(run.model.parameters()).grad is None),
 }
 NOT_PLACED = {
     "two files": {"pin_memory"},  # whose copies are in a function
-    "lightning": {"zero_grad"},
-    "accelerate": {"zero_grad"},
-    "transformers": {"zero_grad", "cache"},
+    "lightning": {"set_to_none"},
+    "accelerate": {"set_to_none"},
+    "transformers": {"set_to_none", "cache"},
 }
 
 
@@ -309,7 +313,9 @@ def patched(script, name, fields):
         run = Run(script)
     forget_script()
     framework, files = FILES[name]
-    patch = patch_of(script, fields, framework, places, optimizer=run.optimizer, loader=run.loader, models=[run.model])
+    patch = patch_of(
+        script, fields, framework, places, optimizers=[run.optimizer], loader=run.loader, models=[run.model]
+    )
     (patch.root / "tune.diff").write_bytes(patch.diff)
     if patch.diff:
         git(patch.root, "apply", "tune.diff")
