@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from speedkit.lab.frameworks import KEPT, change_in_words, rows_for
+from speedkit.lab.frameworks import KEPT, rows_for
 from speedkit.lab.source_edits import Source, copies_in
 from speedkit.measure.optimizations import plan_of, text
 from speedkit.measure.script_places import LOOP, MODELS, ZERO_GRAD, Place, root_of
@@ -79,11 +79,10 @@ def patch_of(  # noqa: PLR0917  # what was measured, then what was recorded
     patch.models = [model for model in models if not hasattr(model, "training_step")]  # Lightning's calls its parts
     whys = {field: patch.place(field) for field in fields}
     whys |= patch.place_keywords() | patch.place_lines()
-    by_hand = []
+    by_hand = patch.notes
     for field in filter(whys.get, fields):
-        change = text({field: fields[field]})
-        words = change_in_words(change, framework) or "optimizer.zero_grad(set_to_none=True)"
-        by_hand.append(f"{change}: not in the patch, for {whys[field]}. By hand: {words}")
+        why = f"{text({field: fields[field]})}: not in the patch, for {whys[field]}"
+        by_hand.append(f"{why}. By hand: {patch.in_words(field)}")
     root = root_of(script.parent)
     return Patch(b"".join(source.diff(root) for source in patch.sources.values()), by_hand, root)
 
@@ -102,6 +101,7 @@ class _Patch:
         self.places = places
         self.plan = plan_of([{field: value for field, value in fields.items() if field != SET_TO_NONE}])
         self.sources: dict[Path, Source] = {}
+        self.notes: list[str] = []  # what is left to do beside what is placed
         self.keywords: dict[Place, dict[str, tuple[str, str]]] = {}  # by call: name -> value, field
         self.lines: dict[Place, dict[str, str]] = {}  # by statement: line -> field
 
@@ -117,9 +117,8 @@ class _Patch:
             if field == SET_TO_NONE:
                 self.set_to_none()
                 return ""
-            rows = rows_for(self.plan, {*self.fields, "workers"})  # which the script may have set itself
-            rows = [row for row in rows if row["field"] == field or (row["value"] and row["needs"] == field)]
-            statements = [part for row in rows for part in self.words_of(row)]
+            rows = [row for row in self.rows(field) if row[self.framework]]
+            statements = [part for row in rows for part in ast.parse(self.words(row)).body]
             if not statements:
                 return f"{self.framework} has no words for it"
             for statement in statements:
@@ -130,11 +129,24 @@ class _Patch:
             return str(why)
         return ""
 
-    def words_of(self, row: Mapping[str, str]) -> list[ast.stmt]:
-        """Return the statements that a row of the table has for this framework."""
+    def rows(self, field: str) -> list[dict[str, str]]:
+        """Return the rows of the table that are about a field."""
+        rows = rows_for(self.plan, {*self.fields, "workers"})  # which the script may have set itself
+        return [row for row in rows if row["field"] == field or (row["value"] and row["needs"] == field)]
+
+    def words(self, row: Mapping[str, str]) -> str:
+        """Return what a row of the table says for this framework."""
         values = vars(self.plan)
-        words = row[self.framework].format(**values, value=values[row["field"]], kept="Kept(dataset)")
-        return ast.parse(words).body
+        words = row[self.framework] or row["otherwise"]
+        return words.format(**values, value=values[row["field"]], kept="dataset = Kept(dataset)")
+
+    def in_words(self, field: str) -> str:
+        """Return what to do by hand."""
+        if field == SET_TO_NONE:
+            return "optimizer.zero_grad(set_to_none=True)"
+        return "; ".join(filter(None, map(self.words, self.rows(field)))).replace(
+            "dataset = Kept(dataset)", "keep each sample that was made"
+        )
 
     def place_statement(self, statement: ast.stmt, field: str) -> None:
         """Place a statement of the table."""
@@ -161,17 +173,17 @@ class _Patch:
             found += [place for place in self.places if place.kind == kind and place.dataset == data]
         direct = [place for place in found if place.direct]
         if not found:
-            raise Unplaced(f"the script makes no {kind} of its own")
+            raise Unplaced(f"no {kind} is called in the script's own files")
         if not direct:
             raise Unplaced(f"a library makes the {kind}, called in {found[-1]}")
         return direct[-1]
 
     def call(self, place: Place) -> ast.Call:
         """Return the call at a place, of a class or the like: a built-in function, as map, is none."""
-        for call in self.source(place.path).around(place.line, place.column, ast.Call)[:1]:
-            if not (isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)):
-                return call
-        raise Unplaced(f"{place} is no call of a {place.kind}")
+        call = self.source(place.path).call_to(*place.end)
+        if call is None or (isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)):
+            raise Unplaced(f"{place} is no call of a {place.kind}")
+        return call
 
     def note_keywords(self, kind: str, keywords: Iterable[ast.keyword], field: str) -> None:
         """Note keywords for the calls that make what the loop has of a kind."""
@@ -248,15 +260,16 @@ class _Patch:
 
     def copy_asynchronously(self) -> None:
         """Let the loop over the loader go on while its pinned batches are copied."""
-        pinned = "the loader's memory is pinned, but"
         places = [place for place in self.places if place.kind == LOOP and place.made() is self.loader]
         for place in places[-1:]:
             source = self.source(place.path)
-            for loop in source.around(place.line, place.column, ast.For)[:1]:
+            for loop in source.around(*place.start, ast.For)[:1]:
                 copies = list(copies_in(loop))
                 if copies and all(source.add_keywords(copy, {"non_blocking": "True"}) for copy in copies):
                     return
-        raise Unplaced(f"{pinned} no .to(device) of a batch stands in the loop over it, which needs non_blocking=True")
+        self.notes.append(
+            "pin_memory=True: give the copies of a batch non_blocking=True, by hand: inputs.to(device, ...)"
+        )
 
     # ---- lines ----
 
@@ -332,7 +345,7 @@ class _Patch:
         if field == "precision":
             return f"{name}.forward = functools.partial(in_bf16, {own}, {name})"
         if type(model).__module__.startswith("torch.") and not in_bf16:  # whose own code .compile() skips
-            return f"{name}.forward = torch.compile({name}.forward, {mode})"
+            return f"{name}.forward = functools.partial(torch.compile({own}, {mode}), {name})"
         return f"{name}.compile({mode})"
 
     def place_lines(self) -> dict[str, str]:
@@ -340,7 +353,7 @@ class _Patch:
         whys: dict[str, str] = {}
         for place, lines in self.lines.items():
             source = self.source(place.path)
-            statements = source.around(place.line, place.column, ast.stmt)[:2]  # before an elif nothing can stand
+            statements = source.around(*place.start, ast.stmt)[:2]  # before an elif nothing can stand
             if not any(source.insert_before(statement, list(lines)) for statement in statements):
                 whys |= dict.fromkeys(lines.values(), f"no line can stand before {place}")
         return whys

@@ -39,11 +39,17 @@ class Source:
         return start, self.lines[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
 
     def around(self, line: int, column: int, kind: type[Node]) -> list[Node]:
-        """Return the nodes of a kind that hold what ends at a place, the innermost first."""
-        end = self.lines[line - 1] + column
+        """Return the nodes of a kind that hold what begins at a place, the innermost first."""
+        start = self.lines[line - 1] + column
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, kind)]
-        holding = [node for node in nodes if self.span(node)[0] < end <= self.span(node)[1]]
+        holding = [node for node in nodes if self.span(node)[0] <= start < self.span(node)[1]]
         return holding[::-1]  # a walk comes to what is inside later
+
+    def call_to(self, line: int, column: int) -> ast.Call | None:
+        """Return the call that ends at a place."""
+        end = self.lines[line - 1] + column
+        calls = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.span(node)[1] == end)
+        return next(calls, None)
 
     def mentions(self, name: str) -> bool:
         """Return whether an attribute, a keyword or a text of this name is in the file."""
@@ -57,7 +63,7 @@ class Source:
     def take(self, *edits: Edit) -> bool:
         """Add edits, if the text is Python with them too; return whether it is."""
         try:
-            ast.parse(edited(self.text, [*self.edits, *edits]).decode())
+            compile(edited(self.text, [*self.edits, *edits]).decode(), str(self.path), "exec", dont_inherit=True)
         except SyntaxError:
             return False
         self.edits += edits
@@ -98,10 +104,12 @@ class Source:
         edits = list(self.edits)
         if self.top:
             line, bound = self.imports()
-            modules = [lines for lines in self.top if lines.startswith("import ") and lines not in bound]
-            others = [lines for lines in self.top if not lines.startswith("import ")]
-            text = "\n".join([*modules, *others]).replace("    ", self.indentation)
-            edits.insert(0, (self.lines[line], self.lines[line], f"{text}\n".replace("\n", self.line_end)))
+            at = self.lines[line]
+            lines = sorted((lines for lines in self.top if lines not in bound), key=kind_of_lines)
+            text = "".join(f"{part}\n" for part in lines).replace("    ", self.indentation)
+            if lines and lines[-1].startswith("\n") and not self.text[at:].lstrip(b" \t\r").startswith(b"\n"):
+                text += "\n\n"
+            edits.insert(0, (at, at, text.replace("\n", self.line_end)))
         return edited(self.text, edits).decode().encode(self.encoding)
 
     def imports(self) -> tuple[int, set[str]]:
@@ -149,6 +157,11 @@ def edited(text: bytes, edits: Sequence[Edit]) -> bytes:
     for start, end, inserted in sorted(edits, key=first_byte)[::-1]:
         text = text[:start] + inserted.encode() + text[end:]
     return text
+
+
+def kind_of_lines(lines: str) -> int:
+    """Return where lines stand at the top of a file: first imports, then statements, then definitions."""
+    return 2 if lines.startswith("\n") else int(not lines.startswith(("import ", "from ")))
 
 
 def first_byte(edit: Edit) -> int:

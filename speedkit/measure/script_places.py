@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.machinery
+import itertools
 import sys
 import sysconfig
 import weakref
@@ -30,22 +31,29 @@ CLASSES = {
 OTHERS = [Path(sysconfig.get_path("stdlib")).resolve(), Path(__file__).resolve().parents[1]]  # Python's files and ours
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Place:
-    """A call in a script's file; `line` and `column`, in bytes of UTF-8, are where it ends, as `ast` counts them."""
+    """A call in a script's file: its first and last line and column, in bytes of UTF-8, as `ast` counts them.
+
+    Those of one call are equal, whatever it has made.
+    """
 
     kind: str  # the class of what is made, or one of the words above
     path: Path
-    line: int
-    column: int
-    direct: bool  # the script itself makes it, and no library that the script calls here
-    made: weakref.ref[Any]
-    dataset: int  # identity of a DataLoader's
-    modules: dict[str, weakref.ref[nn.Module]]  # those with weights of the optimizer, by their names here
-    keys: dict[str, frozenset[Any]]  # of the dictionaries, by their names here
+    start: tuple[int, int]
+    end: tuple[int, int]
+    direct: bool = dataclasses.field(
+        compare=False
+    )  # the script itself makes it, and no library that the script calls here
+    made: weakref.ref[Any] = dataclasses.field(compare=False)
+    dataset: int = dataclasses.field(compare=False)  # identity of a DataLoader's
+    modules: dict[str, weakref.ref[nn.Module]] = dataclasses.field(
+        compare=False
+    )  # those with weights of the optimizer, by their names here
+    keys: dict[str, frozenset[Any]] = dataclasses.field(compare=False)  # of the dictionaries, by their names here
 
     def __str__(self) -> str:
-        return f"line {self.line} of {self.path.name}"
+        return f"line {self.start[0]} of {self.path.name}"
 
 
 def root_of(folder: Path) -> Path:
@@ -97,15 +105,27 @@ class Recorder:
 
     def add(self, kind: str, made: Any, frame: FrameType, *, direct: bool = True, modules: Any = None) -> None:
         """Add the place where `frame` is now."""
-        *_, position = zip(range(frame.f_lasti // 2 + 1), frame.f_code.co_positions(), strict=False)
-        _, (_, line, _, column) = position
+        positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+        line, end_line, column, end_column = next(positions)
         path = self.own_file(frame)
-        if path is None or line is None or column is None:  # without columns, as by python -X no_debug_ranges
-            return
+        if path is None or line is None or column is None or end_line is None or end_column is None:
+            return  # as by python -X no_debug_ranges
         names = {**frame.f_globals, **frame.f_locals}
         keys = {name: frozenset(value) for name, value in names.items() if type(value) is dict}
         dataset = id(getattr(made, "dataset", None))
-        self.places.append(Place(kind, path, line, column, direct, weakref.ref(made), dataset, modules or {}, keys))
+        self.places.append(
+            Place(
+                kind,
+                path,
+                (line, column),
+                (end_line, end_column),
+                direct,
+                weakref.ref(made),
+                dataset,
+                modules or {},
+                keys,
+            )
+        )
 
     def hook(self, owner: type, method: str, kind: str) -> None:
         """Record each call of a method of `owner`."""

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from processes import ROOT
 from torch import nn
 
 from speedkit.lab.patches import patch_of
@@ -227,7 +228,8 @@ class Run:
 
 
 def is_compiled(module):
-    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+    forward = getattr(module.forward, "func", module.forward)
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def compiled(run):
@@ -307,15 +309,19 @@ def git(folder, *words, code=0):
     return result.stdout
 
 
+def made_patch(script, fields, run, places, framework="PyTorch"):
+    return patch_of(
+        script, fields, framework, places, optimizers=[run.optimizer], loader=run.loader, models=[run.model]
+    )
+
+
 def patched(script, name, fields):
     """Run a script, patch it, and run it again; return the patch and the second run."""
     with recorded_places(script.parent) as places:
         run = Run(script)
     forget_script()
     framework, files = FILES[name]
-    patch = patch_of(
-        script, fields, framework, places, optimizers=[run.optimizer], loader=run.loader, models=[run.model]
-    )
+    patch = made_patch(script, fields, run, places, framework=framework)
     (patch.root / "tune.diff").write_bytes(patch.diff)
     if patch.diff:
         git(patch.root, "apply", "tune.diff")
@@ -354,3 +360,112 @@ def all_together(name, scripts):
     assert {line.partition("=")[0] for line in patch.by_hand} == unplaced
     wrong = [change for change, (_, in_force) in CHANGES.items() if change not in unplaced and not in_force(run)]
     assert wrong == [], patch.diff.decode()
+
+
+ODD = """#!/usr/bin/env python
+# a script
+import os
+os.environ["SEEN"] = "1"
+import torch as t, copy
+from torch.utils.data import DataLoader
+def build(kind):
+    if kind == 0:
+        pass
+    elif (made := t.optim.Adam(net.parameters())):
+        return made
+torch_threads = t.set_num_threads(2)
+net = t.nn.Sequential(t.nn.Linear(4, 4))
+optimizer = build(1)
+data, options = [t.randn(4) for _ in range(8)], {}
+loader = LOADER
+for batch in loader:
+    net(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()
+twin = copy.deepcopy(net)
+for weight in twin.parameters():
+    weight.data.zero_()
+assert not twin(batch).any() and net(batch).any(), "a copy has weights of its own"
+parts = {"loader": loader, "optimizer": optimizer, "model": net, "copy": twin}
+"""
+LOADER = "DataLoader(data, 4)"
+UNPLACED = [
+    ("list(map(DataLoader, [data]))[0]", {"workers": 1}, "no call of a DataLoader"),
+    ("DataLoader(*[data, 4])", {"workers": 1}, "*[data, 4] in line 16 of train.py may hold num_workers"),
+    ("DataLoader(data, 4, **dict(options))", {"workers": 1}, "**dict(options) in line 16"),
+    ("DataLoader(data, 4, **options)#", {"cache": "disk"}, ""),
+    ("DataLoader(data, 4, **options)", {"workers": 1}, ""),
+    ("DataLoader(data, 4, **options) if 'num_workers' else 0", {"workers": 1}, "**options in line 16"),
+    ("t.utils.data.random_split.__globals__['Subset'] and [t.stack(data)]", {"workers": 1}, "no DataLoader is called"),
+    (LOADER, {"pin_memory": True}, "non_blocking=True, by hand"),
+    (LOADER, {"precision": "fp16"}, "it is no one line. By hand: with torch.autocast"),
+    (LOADER, {"allocator": "keep"}, "PyTorch has no words for it. By hand: start with MALLOC"),
+    (LOADER, {"set_to_none": True}, "no zero_grad is called"),
+]
+
+
+@pytest.mark.parametrize(("loader", "fields", "why"), UNPLACED)
+def test_what_has_no_place_is_left_to_the_author_with_the_reason(loader, fields, why, tmp_path, monkeypatch):
+    script = odd_script(tmp_path, monkeypatch, loader)
+    with recorded_places(tmp_path) as places:
+        run = Run(script)
+    patch = made_patch(script, fields, run, places)
+    assert len(patch.by_hand) == bool(why) and all(why in line for line in patch.by_hand), patch.by_hand
+    assert bool(patch.diff) == (not why or "pin_memory" in fields)
+
+
+def odd_script(folder, monkeypatch, loader=LOADER, encoding="utf-8"):
+    source = ODD.replace("LOADER", loader)
+    if encoding != "utf-8":
+        source = source.replace("a script", f"-*- coding: {encoding} -*-").replace("os.environ", "é = 1; os.environ")
+    monkeypatch.chdir(folder)
+    (folder / "train.py").write_bytes(source.encode(encoding))
+    return folder / "train.py"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
+def test_all_else_stays_byte_for_byte_and_gnu_patch_applies_it_too(encoding, tmp_path, monkeypatch):
+    script = odd_script(tmp_path, monkeypatch, encoding=encoding)
+    before = script.read_bytes()
+    fields = {"fused_optimizer": True, "precision": "bf16", "compile": "default", "threads": 1, "channels_last": True}
+    with process_state_kept(this_machine("cpu").device), torch.compiler.set_stance("force_eager"):
+        with recorded_places(tmp_path) as places:
+            run = Run(script)
+        patch = made_patch(script, fields, run, places)
+        (tmp_path / "tune.diff").write_bytes(patch.diff)
+        subprocess.run(["patch", "-p1", "-i", "tune.diff"], cwd=patch.root, check=True, capture_output=True)
+        again = Run(script)
+        threads = torch.get_num_threads()
+    after = script.read_bytes().splitlines(keepends=True)
+    gone = [line for line in before.splitlines(keepends=True) if line not in after]
+    assert [line.decode().strip() for line in gone] == ["elif (made := t.optim.Adam(net.parameters())):"]
+    assert after[:2] == before.splitlines(keepends=True)[:2] and patch.by_hand == []
+    assert again.formats == {torch.bfloat16} and again.optimizer.defaults["fused"] and threads == 1
+    assert is_compiled(again.model) and list(again.model.state_dict()) == list(run.model.state_dict())
+
+
+@pytest.mark.slow  # it compiles
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("precision", ["default", "bf16"])
+def test_what_is_compiled_is_the_whole_model_whose_copies_have_weights_of_their_own(
+    mode, precision, tmp_path, monkeypatch
+):
+    script = odd_script(tmp_path, monkeypatch)
+    with recorded_places(tmp_path) as places:
+        run = Run(script)
+    patch = made_patch(script, {"compile": mode, "precision": precision}, run, places)
+    (tmp_path / "tune.diff").write_bytes(patch.diff)
+    git(tmp_path, "apply", "tune.diff")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    again = Run(script)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["calls_captured"] > 0 and not counters["graph_break"]
+    assert again.model.state_dict().keys() == run.model.state_dict().keys()
+
+
+def test_recording_leaves_nothing_behind():
+    before = [torch.utils.data.DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad]
+    finders = list(sys.meta_path)
+    with recorded_places(ROOT) as places:
+        torch.optim.SGD([torch.zeros(1)], 0.1)
+    assert [torch.utils.data.DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad] == before
+    assert sys.meta_path == finders and [place.kind for place in places] == ["Optimizer"]
