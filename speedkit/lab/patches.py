@@ -7,7 +7,7 @@ such place is left to its author, with the reason.
 
 import ast
 import builtins
-import inspect
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,33 +17,22 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from speedkit.lab.frameworks import KEPT, rows_for
-from speedkit.lab.source_edits import Source, copies_in
+from speedkit.lab.model_lines import definitions, model_line
+from speedkit.lab.source_edits import Source, argument, copies_in
 from speedkit.measure.optimizations import plan_of, text
 from speedkit.measure.script_places import LOOP, MODELS, ZERO_GRAD, Place, root_of
-from speedkit.plan import CUDA_GRAPHS
 
 SET_TO_NONE = "set_to_none"  # a field of no plan: gradients that a script sets to zero are dropped
 # What a class is called in the table's words -> what it is among the places.
-MADE = {name: name for name in ("DataLoader", "Trainer", "TrainingArguments", "Accelerator")} | {"AdamW": "Optimizer"}
+FRAMEWORKS = ("Trainer", "TrainingArguments", "Accelerator")
+MADE = {name: name for name in ("DataLoader", *FRAMEWORKS)} | {"AdamW": "Optimizer"}
 # Where a call has one keyword, another one of its own gives way.
 GIVES_WAY = {
     ("fused", "True"): {"foreach": "False"},
     ("bf16", "True"): {"fp16": "False"},
     ("num_workers", "0"): {"persistent_workers": "False", "prefetch_factor": "None"},
 }
-LOADER_PARAMETERS = list(inspect.signature(DataLoader).parameters)
 KEPT_CLASS, _, _ = KEPT.rpartition("\n")
-IN_BF16 = """
-
-def in_bf16(forward, *inputs, **named):  # whose outputs are float32, as they were
-    with torch.autocast("{device}", torch.bfloat16):
-        outputs = forward(*inputs, **named)
-    return tree_map_only(torch.Tensor, lambda leaf: leaf.float() if leaf.dtype == torch.bfloat16 else leaf, outputs)"""
-IN_GRAPHS = """
-
-def in_graphs(compiled, *inputs, **named):  # whose outputs the next call would overwrite
-    torch.compiler.cudagraph_mark_step_begin()
-    return tree_map_only(torch.Tensor, torch.clone, compiled(*inputs, **named))"""
 
 
 class Patch(NamedTuple):
@@ -70,13 +59,17 @@ def patch_of(  # noqa: PLR0917  # what was measured, then what was recorded
 ) -> Patch:
     """Return the patch that makes the changes `fields`, of a plan, in a script's own files.
 
-    `places` are those that were recorded while it ran, the others what its loop trains with. Raises UsageError for a
-    field that there is not.
+    `places` are those that were recorded while it ran, the others what its loop trains with.
     """
-    patch = _Patch(script.resolve(), fields, framework, places)
-    patch.optimizers = optimizers
-    patch.loader = loader
-    patch.models = [model for model in models if not hasattr(model, "training_step")]  # Lightning's calls its parts
+    patch = _Patch(
+        script=script.resolve(),
+        fields=fields,
+        framework=framework,
+        places=places,
+        optimizers=optimizers,
+        loader=loader,
+        models=[model for model in models if not hasattr(model, "training_step")],  # Lightning's calls its parts
+    )
     whys = {field: patch.place(field) for field in fields}
     whys |= patch.place_keywords() | patch.place_lines()
     by_hand = patch.notes
@@ -87,23 +80,24 @@ def patch_of(  # noqa: PLR0917  # what was measured, then what was recorded
     return Patch(b"".join(source.diff(root) for source in patch.sources.values()), by_hand, root)
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Patch:
     """A patch in the making."""
 
+    script: Path
+    fields: Mapping[str, Any]
+    framework: str
+    places: Sequence[Place]
     optimizers: Sequence[Optimizer]
     loader: DataLoader | None
     models: Sequence[nn.Module]
+    sources: dict[Path, Source] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)  # what is left to do beside what is placed
+    keywords: dict[Place, dict[str, tuple[str, str]]] = dataclasses.field(default_factory=dict)  # name: value, field
+    lines: dict[Place, dict[str, str]] = dataclasses.field(default_factory=dict)  # line: field
 
-    def __init__(self, script: Path, fields: Mapping[str, Any], framework: str, places: Sequence[Place]) -> None:  # noqa: PLR0917
-        self.script = script
-        self.fields = fields
-        self.framework = framework
-        self.places = places
-        self.plan = plan_of([{field: value for field, value in fields.items() if field != SET_TO_NONE}])
-        self.sources: dict[Path, Source] = {}
-        self.notes: list[str] = []  # what is left to do beside what is placed
-        self.keywords: dict[Place, dict[str, tuple[str, str]]] = {}  # by call: name -> value, field
-        self.lines: dict[Place, dict[str, str]] = {}  # by statement: line -> field
+    def __post_init__(self) -> None:
+        self.plan = plan_of([{field: value for field, value in self.fields.items() if field != SET_TO_NONE}])
 
     def source(self, path: Path) -> Source:
         """Return a file's text with the edits so far."""
@@ -119,6 +113,8 @@ class _Patch:
                 return ""
             rows = [row for row in self.rows(field) if row[self.framework]]
             statements = [part for row in rows for part in ast.parse(self.words(row)).body]
+            if field == "fused_optimizer" and self.clips_gradients():
+                return "beside mixed precision Lightning refuses gradient_clip_val with it"
             if not statements:
                 return f"{self.framework} has no words for it"
             for statement in statements:
@@ -128,6 +124,12 @@ class _Patch:
         except Unplaced as why:
             return str(why)
         return ""
+
+    def clips_gradients(self) -> bool:
+        """Return whether Lightning clips gradients, beside mixed precision."""
+        trainers = [self.source(place.path) for place in self.places if place.kind == "Trainer"]
+        mixed = "precision" in self.fields or any(source.mentions("precision") for source in trainers)
+        return mixed and any(source.mentions("gradient_clip_val") for source in trainers)
 
     def rows(self, field: str) -> list[dict[str, str]]:
         """Return the rows of the table that are about a field."""
@@ -144,9 +146,9 @@ class _Patch:
         """Return what to do by hand."""
         if field == SET_TO_NONE:
             return "optimizer.zero_grad(set_to_none=True)"
-        return "; ".join(filter(None, map(self.words, self.rows(field)))).replace(
-            "dataset = Kept(dataset)", "keep each sample that was made"
-        )
+        if field == "cache":
+            return "keep each sample that was made"
+        return "; ".join(filter(None, map(self.words, self.rows(field))))
 
     def place_statement(self, statement: ast.stmt, field: str) -> None:
         """Place a statement of the table."""
@@ -166,11 +168,16 @@ class _Patch:
     # ---- calls ----
 
     def made(self, kind: str, of: Any = None) -> Place:
-        """Return where the script makes what is of a kind, and is `of` where that is given."""
+        """Return where the script makes what its loop has of a kind, and is `of` where that is given."""
+        first = next((n for n, place in enumerate(self.places) if place.made() in self.optimizers), None)
         found = [place for place in self.places if place.kind == kind and (of is None or place.made() is of)]
-        if kind == "DataLoader":  # of whose data a framework makes another loader
-            data = id(getattr(self.loader, "dataset", self))
-            found += [place for place in self.places if place.kind == kind and place.dataset == data]
+        if kind == "DataLoader":
+            if self.loader is None:
+                raise Unplaced("the loop takes its batches from no DataLoader")
+            data = id(self.loader.dataset)  # of which a framework makes another loader
+            found = [place for place in found if place.dataset == data]
+        elif kind in FRAMEWORKS:  # another one may be made later, for a test
+            found = [place for place in self.places[:first] if place.kind == kind]
         direct = [place for place in found if place.direct]
         if not found:
             raise Unplaced(f"no {kind} is called in the script's own files")
@@ -187,20 +194,20 @@ class _Patch:
 
     def note_keywords(self, kind: str, keywords: Iterable[ast.keyword], field: str) -> None:
         """Note keywords for the calls that make what the loop has of a kind."""
-        wanted: Sequence[Any] = [None]
-        if kind == "Optimizer":
-            wanted = self.optimizers
-        if kind == "DataLoader":
-            wanted = [self.loader or self]
-        for place in [self.made(kind, of) for of in wanted]:
+        places = [self.made(kind, of) for of in (self.optimizers if kind == "Optimizer" else [None])]
+        noted = []
+        for place in places:
             call = self.call(place)
             for keyword in keywords:
                 name, value = str(keyword.arg), ast.unparse(keyword.value).replace("'", '"')
-                if kind == "DataLoader" and argument(call, name) is None and str(getattr(self.loader, name)) == value:
-                    continue  # it is so
-                if argument(call, name) is None and (unpacked := self.may_unpack(call, name, place)):
-                    raise Unplaced(f"{unpacked} in {place} may hold {name}")
-                self.keywords.setdefault(place, {})[name] = (value, field)
+                if argument(call, name) is None:
+                    if kind == "DataLoader" and str(getattr(self.loader, name)) == value:
+                        continue  # it is so
+                    if unpacked := self.may_unpack(call, name, place):
+                        raise Unplaced(f"{unpacked} in {place} may hold {name}")
+                noted.append((place, name, value))
+        for place, name, value in noted:
+            self.keywords.setdefault(place, {})[name] = (value, field)
 
     def may_unpack(self, call: ast.Call, name: str, place: Place) -> str:
         """Return what a call unpacks that may hold a keyword, here or elsewhere; "" where nothing does."""
@@ -249,11 +256,16 @@ class _Patch:
 
     def keep_samples(self) -> None:
         """Let the loader's data set keep each sample that it has made."""
-        place = self.made("DataLoader", self.loader or self)
+        place = self.made("DataLoader")
         source = self.source(place.path)
         data = argument(self.call(place), "dataset")
         if data is None:
             raise Unplaced(f"the call in {place} does not name the data set")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("loader.dataset"):
+                raise Unplaced(
+                    f"line {node.lineno} of {place.path.name} reads an attribute of {ast.unparse(node.value)}"
+                )
         start, end = source.span(data)
         source.take((start, start, "Kept("), (end, end, ")"))
         self.put_at_top(source, f"\n\n{KEPT_CLASS}")
@@ -308,13 +320,11 @@ class _Patch:
         for model in self.models:
             place, name = self.name_of(model)
             source = self.source(place.path)
-            line = self.model_line(field, model, name)
+            line = model_line(field, model, name, plan=self.plan, own_autocast=self.framework == "PyTorch")
             self.import_for(source, line)
             self.lines.setdefault(place, {})[line] = field
-            if field == "precision":
-                self.put_at_top(source, IN_BF16.format(device=next(model.parameters()).device.type))
-            if "in_graphs" in line:
-                self.put_at_top(source, IN_GRAPHS)
+            for function in definitions(line, model):
+                self.put_at_top(source, function)
 
     def name_of(self, model: nn.Module) -> tuple[Place, str]:
         """Return where the model's optimizer is made, and what the model is called there, or the one that it wraps."""
@@ -327,43 +337,15 @@ class _Patch:
                             return place, name
         raise Unplaced(f"where the optimizer is made, the {type(model).__name__} has no name")
 
-    def model_line(self, field: str, model: nn.Module, name: str) -> str:
-        """Return what makes a change in the model `name`, in place: its names in a checkpoint stay.
-
-        The class's own forward and the model are arguments, so that a copy of the model computes by itself.
-        """
-        if field == "channels_last":
-            return f"{name}.to(memory_format=torch.channels_last)"
-        in_bf16 = self.framework == "PyTorch" and self.plan.precision == "bf16"
-        mode = f'mode="{self.plan.compile}"'
-        own = f"type({name}).forward"
-        if self.plan.compile in CUDA_GRAPHS:
-            compiled = f"torch.compile({own}, {mode}), {name}"
-            if in_bf16:
-                compiled = f"torch.compile(in_bf16, {mode}), {own}, {name}"
-            return f"{name}.forward = functools.partial(in_graphs, {compiled})"
-        if field == "precision":
-            return f"{name}.forward = functools.partial(in_bf16, {own}, {name})"
-        if type(model).__module__.startswith("torch.") and not in_bf16:  # whose own code .compile() skips
-            return f"{name}.forward = functools.partial(torch.compile({own}, {mode}), {name})"
-        return f"{name}.compile({mode})"
-
     def place_lines(self) -> dict[str, str]:
         """Put the noted lines before their statements; return why not, by field."""
         whys: dict[str, str] = {}
         for place, lines in self.lines.items():
             source = self.source(place.path)
-            statements = source.around(*place.start, ast.stmt)[:2]  # before an elif nothing can stand
-            if not any(source.insert_before(statement, list(lines)) for statement in statements):
-                whys |= dict.fromkeys(lines.values(), f"no line can stand before {place}")
+            for statement in source.around(*place.start, ast.stmt):
+                if source.insert_before(statement, list(lines)):
+                    break
+                if not isinstance(statement, ast.If):  # before an elif nothing can stand, but before its if
+                    whys |= dict.fromkeys(lines.values(), f"no line can stand before {place}")
+                    break
         return whys
-
-
-def argument(call: ast.Call, name: str) -> ast.expr | None:
-    """Return what a call gives for a parameter by its name, to a DataLoader also by its position."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if name in LOADER_PARAMETERS[: len(call.args)] and not any(isinstance(value, ast.Starred) for value in call.args):
-        return call.args[LOADER_PARAMETERS.index(name)]
-    return None

@@ -2,14 +2,18 @@
 
 import ast
 import difflib
+import inspect
 import io
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from torch.utils.data import DataLoader
+
 Node = TypeVar("Node", bound=ast.expr | ast.stmt)
 Edit = tuple[int, int, str]  # from byte, to byte, and what stands there instead
+LOADER_PARAMETERS = list(inspect.signature(DataLoader).parameters)
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
 MOVES = ("to", "cuda")
 PARTS = (*MOVES, "items", "values")  # methods that give what a batch holds
@@ -53,10 +57,8 @@ class Source:
 
     def mentions(self, name: str) -> bool:
         """Return whether an attribute, a keyword or a text of this name is in the file."""
-        nodes = list(ast.walk(self.tree))
-        return any(name in (getattr(node, "attr", ""), getattr(node, "arg", "")) for node in nodes) or any(
-            isinstance(node, ast.Constant) and node.value == name for node in nodes
-        )
+        attributes = ("attr", "arg", "value")
+        return any(getattr(node, attribute, None) == name for node in ast.walk(self.tree) for attribute in attributes)
 
     # ---- edits ----
 
@@ -167,6 +169,16 @@ def kind_of_lines(lines: str) -> int:
 def first_byte(edit: Edit) -> int:
     """Return where an edit begins."""
     return edit[0]
+
+
+def argument(call: ast.Call, name: str) -> ast.expr | None:
+    """Return what a call gives for a parameter by its name, to a DataLoader also by its position."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if name in LOADER_PARAMETERS[: len(call.args)] and not any(isinstance(value, ast.Starred) for value in call.args):
+        return call.args[LOADER_PARAMETERS.index(name)]
+    return None
 
 
 # ---- copies of a batch ----

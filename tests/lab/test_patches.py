@@ -462,6 +462,30 @@ def test_what_is_compiled_is_the_whole_model_whose_copies_have_weights_of_their_
     assert again.model.state_dict().keys() == run.model.state_dict().keys()
 
 
+LIBRARY = """
+from transformers import HfArgumentParser
+[arguments] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "out", "--use_cpu",
+    "--max_steps", "2", "--save_strategy", "no", "--report_to", "none"])
+"""
+LIGHTNING_CLIPS = LIGHTNING.replace("max_epochs=1", "max_epochs=1, gradient_clip_val=1.0")
+MADE_BY_LIBRARY = HUGGING_FACE.replace(HUGGING_FACE.splitlines()[13], LIBRARY)
+REFUSED = [
+    ("lightning", LIGHTNING_CLIPS, "fused_optimizer=True: not in the patch, for beside mixed precision Lightning"),
+    ("transformers", MADE_BY_LIBRARY, "a library makes the TrainingArguments, called in line 16 of train.py"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "source", "why"), REFUSED)
+def test_what_a_framework_refuses_or_makes_itself_is_left_to_the_author(name, source, why, scripts, monkeypatch):
+    pytest.importorskip(name)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setitem(FILES, name, (FILES[name][0], {"train.py": source}))
+    patch, run = patched(scripts(name), name, {"fused_optimizer": True, "precision": "bf16"})
+    assert why in patch.by_hand[0] and len(patch.by_hand) == (1 if name == "lightning" else 2)
+    assert (torch.bfloat16 in run.formats) == (name == "lightning")
+
+
 def test_recording_leaves_nothing_behind():
     before = [torch.utils.data.DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad]
     finders = list(sys.meta_path)
