@@ -101,6 +101,19 @@ class Source:
         inserted = "".join(indented + text.replace("    ", self.indentation) + self.line_end for text in lines)
         return self.take((line, line, inserted))
 
+    def import_for(self, lines: str) -> None:
+        """Import the modules that lines name."""
+        for name in ("torch", "accelerate", "functools"):
+            if f"{name}." in lines:
+                self.top[f"import {name}"] = None
+
+    def put_at_top(self, lines: str) -> None:
+        """Put lines after the imports of the file."""
+        self.import_for(lines)
+        if "tree_map_only" in lines:
+            self.top["from torch.utils._pytree import tree_map_only"] = None
+        self.top[lines] = None
+
     def result(self) -> bytes:
         """Return the text with all edits, in the file's encoding."""
         edits = list(self.edits)
@@ -141,6 +154,14 @@ class Source:
             name += b"\t"  # where it ends
         lines = difflib.diff_bytes(difflib.unified_diff, before, after, b"a/" + name, b"b/" + name)
         return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
+
+
+class Sources(dict[Path, Source]):
+    """Files by their paths, read where one is asked for."""
+
+    def __missing__(self, path: Path) -> Source:
+        self[path] = Source(path)
+        return self[path]
 
 
 def lines_of(text: bytes) -> list[bytes]:

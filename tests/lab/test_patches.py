@@ -310,9 +310,8 @@ def git(folder, *words, code=0):
 
 
 def made_patch(script, fields, run, places, framework="PyTorch"):
-    return patch_of(
-        script, fields, framework, places, optimizers=[run.optimizer], loader=run.loader, models=[run.model]
-    )
+    loader = run.loader if hasattr(run.loader, "dataset") else None
+    return patch_of(script, fields, framework, places, optimizers=[run.optimizer], loader=loader, models=[run.model])
 
 
 def patched(script, name, fields):
@@ -394,7 +393,7 @@ UNPLACED = [
     ("DataLoader(data, 4, **options)#", {"cache": "disk"}, ""),
     ("DataLoader(data, 4, **options)", {"workers": 1}, ""),
     ("DataLoader(data, 4, **options) if 'num_workers' else 0", {"workers": 1}, "**options in line 16"),
-    ("t.utils.data.random_split.__globals__['Subset'] and [t.stack(data)]", {"workers": 1}, "no DataLoader is called"),
+    ("[t.stack(data)]", {"workers": 1}, "takes its batches from no DataLoader"),
     (LOADER, {"pin_memory": True}, "non_blocking=True, by hand"),
     (LOADER, {"precision": "fp16"}, "it is no one line. By hand: with torch.autocast"),
     (LOADER, {"allocator": "keep"}, "PyTorch has no words for it. By hand: start with MALLOC"),
