@@ -10,9 +10,9 @@ from speedkit.plan import CUDA_GRAPHS, Plan
 
 IN_BF16 = """
 
-def in_bf16(forward, *inputs, **named):  # whose outputs are float32, as they were
-    with torch.autocast("{device}", torch.bfloat16):
-        outputs = forward(*inputs, **named)
+def in_bf16(forward, model, *inputs, **named):  # in training; its outputs are float32, as they were
+    with torch.autocast("{device}", torch.bfloat16, enabled=model.training and torch.is_grad_enabled()):
+        outputs = forward(model, *inputs, **named)
     return tree_map_only(torch.Tensor, lambda leaf: leaf.float() if leaf.dtype == torch.bfloat16 else leaf, outputs)"""
 IN_GRAPHS = """
 

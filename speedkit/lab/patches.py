@@ -213,6 +213,8 @@ class _Patch:
             place, name = self.name_of(model)
             source = self.sources[place.path]
             line = model_line(field, model, name, plan=self.plan, own_autocast=self.framework == "PyTorch")
+            if ".forward = " in line and "forward" in vars(model):
+                raise Unplaced(f"the forward of the {type(model).__name__} is its own, and not that of its class")
             source.import_for(line)
             self.lines.setdefault(place, {})[line] = field
             for function in definitions(line, model):

@@ -42,15 +42,13 @@ class Place:
     path: Path
     start: tuple[int, int]
     end: tuple[int, int]
-    direct: bool = dataclasses.field(
-        compare=False
-    )  # the script itself makes it, and no library that the script calls here
+    # Whether the script itself makes it, and no library that the script calls here.
+    direct: bool = dataclasses.field(compare=False)
     made: weakref.ref[Any] = dataclasses.field(compare=False)
     dataset: int = dataclasses.field(compare=False)  # identity of a DataLoader's
-    modules: dict[str, weakref.ref[nn.Module]] = dataclasses.field(
-        compare=False
-    )  # those with weights of the optimizer, by their names here
-    keys: dict[str, frozenset[Any]] = dataclasses.field(compare=False)  # of the dictionaries, by their names here
+    # The modules with weights of an optimizer, and the keys of dictionaries, by their names here.
+    modules: dict[str, weakref.ref[nn.Module]] = dataclasses.field(compare=False)
+    keys: dict[str, frozenset[Any]] = dataclasses.field(compare=False)
 
     def __str__(self) -> str:
         return f"line {self.start[0]} of {self.path.name}"
@@ -110,22 +108,21 @@ class Recorder:
         path = self.own_file(frame)
         if path is None or line is None or column is None or end_line is None or end_column is None:
             return  # as by python -X no_debug_ranges
-        names = {**frame.f_globals, **frame.f_locals}
-        keys = {name: frozenset(value) for name, value in names.items() if type(value) is dict}
-        dataset = id(getattr(made, "dataset", None))
-        self.places.append(
-            Place(
-                kind,
-                path,
-                (line, column),
-                (end_line, end_column),
-                direct,
-                weakref.ref(made),
-                dataset,
-                modules or {},
-                keys,
-            )
+        names: dict[str, Any] = {}
+        if kind not in (LOOP, ZERO_GRAD):  # a frame keeps alive what it was asked for: not a batch
+            names = {**frame.f_globals, **frame.f_locals}
+        place = Place(
+            kind,
+            path,
+            start=(line, column),
+            end=(end_line, end_column),
+            direct=direct,
+            made=weakref.ref(made),
+            dataset=id(getattr(made, "dataset", None)),
+            modules=modules or {},
+            keys={name: frozenset(value) for name, value in names.items() if type(value) is dict},
         )
+        self.places.append(place)
 
     def hook(self, owner: type, method: str, kind: str) -> None:
         """Record each call of a method of `owner`."""

@@ -398,6 +398,8 @@ UNPLACED = [
     (LOADER, {"precision": "fp16"}, "it is no one line. By hand: with torch.autocast"),
     (LOADER, {"allocator": "keep"}, "PyTorch has no words for it. By hand: start with MALLOC"),
     (LOADER, {"set_to_none": True}, "no zero_grad is called"),
+    (f"{LOADER}; net.forward = net.forward", {"precision": "bf16"}, "the forward of the Sequential is its own"),
+    (f"{LOADER}; n = len([loader.dataset.append])", {"cache": "ram"}, "reads an attribute of loader.dataset"),
 ]
 
 
@@ -433,6 +435,10 @@ def test_all_else_stays_byte_for_byte_and_gnu_patch_applies_it_too(encoding, tmp
         subprocess.run(["patch", "-p1", "-i", "tune.diff"], cwd=patch.root, check=True, capture_output=True)
         again = Run(script)
         threads = torch.get_num_threads()
+        inputs = torch.randn(4, 4)
+        plain = nn.functional.linear(inputs, *again.model[0].parameters())
+        assert torch.equal(again.model.eval()(inputs), plain), "an evaluation stays as it is"
+        assert not torch.equal(again.model.train()(inputs), plain)
     after = script.read_bytes().splitlines(keepends=True)
     gone = [line for line in before.splitlines(keepends=True) if line not in after]
     assert [line.decode().strip() for line in gone] == ["elif (made := t.optim.Adam(net.parameters())):"]
