@@ -1,5 +1,6 @@
 """The patch of a tuned script: git applies it, the script runs to its end with it, and what it changes is in force."""
 
+import contextlib
 import importlib
 import os
 import runpy
@@ -330,29 +331,25 @@ def patched(script, name, fields):
     return patch, Run(script)
 
 
+IN_FRAMEWORKS = [pytest.param(name, marks=pytest.mark.slow) for name in ("lightning", "accelerate", "transformers")]
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["main", "tabs", "two files"])
+@pytest.mark.parametrize("name", ["main", "tabs", "two files", *IN_FRAMEWORKS])
 def test_a_patched_script_runs_to_its_end_with_each_change_in_force(name, change, scripts):
+    if FILES[name][0] != "PyTorch":
+        pytest.importorskip(name)
     fields, in_force = CHANGES[change]
     patch, run = patched(scripts(name), name, fields)
     placed = change not in NOT_PLACED.get(name, ())
     assert [line for line in patch.by_hand if change not in line or placed] == []
-    assert bool(patch.by_hand) != placed and in_force(run)
+    assert bool(patch.by_hand) != placed and (in_force(run) or (not placed and not patch.diff))
 
 
-@pytest.mark.parametrize("name", ["main", "tabs", "two files"])
+@pytest.mark.parametrize("name", ["main", "tabs", "two files", *IN_FRAMEWORKS])
 def test_all_changes_go_together(name, scripts):
-    all_together(name, scripts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
-def test_all_changes_go_together_in_the_words_of_a_framework(name, scripts):
-    pytest.importorskip(name)
-    all_together(name, scripts)
-
-
-def all_together(name, scripts):
+    if FILES[name][0] != "PyTorch":
+        pytest.importorskip(name)
     fields = {field: value for change, _ in CHANGES.values() for field, value in change.items()}
     patch, run = patched(scripts(name), name, fields)
     unplaced = NOT_PLACED.get(name, set())
@@ -491,7 +488,14 @@ def test_what_a_framework_refuses_or_makes_itself_is_left_to_the_author(name, so
     assert (torch.bfloat16 in run.formats) == (name == "lightning")
 
 
-def test_recording_leaves_nothing_behind():
+def test_recording_changes_nothing_that_is_learned_and_leaves_nothing_behind(scripts):
+    script = scripts("main")
+    weights = []
+    for recording in (contextlib.nullcontext(), recorded_places(script.parent)):
+        torch.manual_seed(0)
+        with recording:
+            weights.append(nn.utils.parameters_to_vector(Run(script).model.parameters()))
+    assert torch.equal(*weights)
     before = [torch.utils.data.DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad]
     finders = list(sys.meta_path)
     with recorded_places(ROOT) as places:
