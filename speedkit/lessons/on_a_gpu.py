@@ -64,7 +64,7 @@ def told(step: Row, first: Row) -> dict[str, Any]:
         took = f"launch-bound; kernels {took}"
     elif first["seconds"] is not None and step is not first:
         ratio = first["seconds"] / step["seconds"]
-        gain = "too close to call" if 1 / CLOSE < ratio < CLOSE else f"{ratio:.2g}"
+        gain = "too close to call" if 1 / CLOSE < ratio < CLOSE else f"{ratio:.2g} (error {ERRORS['gain']}x)"
     counted = {"products in": step["number_format"], "launches": step["launches"], "host waits": step["waits"]}
     counted["peak, MB"] = round(step["memory"]["peak"] / 1e6)
     return counted | {"predicted step, ms": took, "predicted gain": gain, "typical error": f"{error}x"}

@@ -271,8 +271,9 @@ class Order(TorchDispatchMode):
 
 
 def orders(name, plans):
-    """The Order of a step of each plan."""
+    """The Order of a step of each plan, between the first and the last of an epoch."""
     workload, recipe = large(name)
+    recipe = dataclasses.replace(recipe, batch_size=recipe.batch_size // 4)
     rows = {}
     for plan, fields in plans.items():
         with step.run_of(workload, recipe, plan_of(fields)) as run, counted():
