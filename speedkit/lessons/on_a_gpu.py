@@ -32,7 +32,7 @@ ASKED = {  # what, and whether on a stream of its own
     ("copy", False): (ORANGE, "a copy from the host"),
     ("copy", True): (GREEN, "a copy on a stream of its own"),
     ("wait", False): (GREY, "the host waits for it"),
-    ("kernels", False): (BLUE, "20 kernels"),
+    ("kernels", False): (BLUE, "kernels, in twenties"),
 }
 
 
@@ -58,7 +58,7 @@ def told(step: Row, first: Row) -> dict[str, Any]:
     """Return what a row says of a step, beside the first one of its GPU."""
     kernels_ms = 1e3 * sum(step["seconds_by_kind"].values())
     error = step["typical_error"]
-    took = f"{kernels_ms / error:.3g} to {kernels_ms * error:.3g}"
+    took = " to ".join(f"{float(f'{ms:.3g}'):,g}" for ms in (kernels_ms / error, kernels_ms * error))
     gain = ""
     if step["seconds"] is None:
         took = f"launch-bound; kernels {took}"

@@ -314,7 +314,7 @@ def large_rows(name, gpu, plans):
     for plan, found in run("course:large_steps", COUNTED_ON[gpu], timeout_s=3600, name=name, plans=plans).items():
         row = found | prediction(found, COUNTED_ON[gpu])
         row["seconds_by_kind"] = {kind: float(f"{seconds:.4g}") for kind, seconds in row["seconds_by_kind"].items()}
-        row["seconds"] = None if row["launch_bound"] else sum(row["seconds_by_kind"].values())
+        row["seconds"] = None if row["launch_bound"] else float(f"{row['seconds']:.4g}")
         rows[plan] = {key: row[key] for key in OF_A_STEP + ("kernels",) * (name == "text")}
     return rows
 
