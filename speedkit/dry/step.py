@@ -150,9 +150,11 @@ def compiled_step(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, A
 def facts_of_step(run: TrainingRun) -> dict[str, Any]:
     """Return what a step launches, waits for and keeps, after some that are not counted."""
     training = steps(run)
-    for _ in range(WARM_UP + RECORDED * (run.plan.compile in CUDA_GRAPHS)):
+    for _ in range(WARM_UP):
         next(training)
     torch.cuda.reset_peak_memory_stats()
+    for _ in range(RECORDED * (run.plan.compile in CUDA_GRAPHS)):  # of replays PyTorch's allocator knows nothing
+        next(training)
     with counted() as counts:
         next(training)
     learner = run.learner
