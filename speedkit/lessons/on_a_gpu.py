@@ -44,13 +44,13 @@ def counts(what: str, gpu: str) -> Any:
 def table(run: NotebookRun, workload: str, *plans: str) -> "DataFrame":
     """Record and return a step of each plan on each GPU that has it: counts, and predictions with their typical error.
 
-    Gains are over the first plan. A launch-bound step is not predicted: its kernels are.
+    Gains are over the first plan there. A launch-bound step is not predicted: its kernels are.
     """
     rows = []
     for gpu in GPUS:
         steps = counts("steps", gpu)[workload]
         known = [plan for plan in plans if plan in steps]
-        rows += [{"GPU": gpu, "plan": plan, **told(steps[plan], steps[plans[0]])} for plan in known]
+        rows += [{"GPU": gpu, "plan": plan, **told(steps[plan], steps[known[0]])} for plan in known]
     return run.table(f"{workload} on a GPU (counted, predicted)", rows)
 
 
