@@ -34,6 +34,7 @@ from speedkit.workload import Workload
 
 GPU = torch.device("cuda")
 WARM_UP = 2  # steps: the first allocates the optimizer's state, and compiles
+RECORDED = 2  # steps more, in which CUDA graphs are recorded
 LARGEST = 1 << 14  # samples of a micro-batch, or times the longest sample: beyond it none is tried
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
 LONG = re.compile(r"\(anonymous namespace\)::|void |at::native::|[<(].*")  # of a kernel's name, what says little
@@ -152,6 +153,8 @@ def facts_of_step(run: TrainingRun) -> dict[str, Any]:
     for _ in range(WARM_UP):
         next(training)
     torch.cuda.reset_peak_memory_stats()
+    for _ in range(RECORDED * (run.plan.compile in CUDA_GRAPHS)):  # of replays PyTorch's allocator knows nothing
+        next(training)
     with counted() as counts:
         next(training)
     learner = run.learner

@@ -1,7 +1,7 @@
 """PyTorch's real CUDA code under this package's, on GPUs that are not there: what it launches, waits for and keeps.
 
-`python tests/dry/test_dry.py` counts everything anew, and with `image sm_80` behind it one workload on one GPU: `git
-diff` tells what has changed.
+`python tests/dry/test_dry.py` counts everything anew, and with `image sm_80` behind it one workload on one GPU, with
+`large image sm_90` the steps that lessons show: `git diff` tells what has changed.
 """
 
 import itertools
@@ -17,6 +17,7 @@ import torch
 
 from speedkit.dry import build
 from speedkit.dry.gpus import GPUS
+from speedkit.dry.predict import prediction
 from speedkit.dry.process import run
 from speedkit.errors import SpeedkitError
 from speedkit.files import read_json, write_json
@@ -58,6 +59,46 @@ RANKS = {  # of one rank, and in this order: DDP keeps its buckets as long as NC
     "fsdp": {"strategy": "fsdp", "cache": "device"},
     "ddp": {"strategy": "ddp", "cache": "device"},
 }
+# The steps that lessons show, of nets and batches that fill a GPU, with what is predicted of them.
+HALF = {"sm_75": "fp16", "sm_90": "bf16"}  # the 16 bits that a GPU has
+CACHED = {"cache": "device"}
+PINNED = {"pin_memory": True}
+UNCOMPILED = {"preset": "fast", "compile": "off"}
+LARGE = {
+    "audio": {
+        "pinned": PINNED,
+        "prefetched": PINNED | {"prefetch": True},
+        "read in every step": CACHED | {"log_every": 1},
+        "read seldom": CACHED,
+        "read seldom, fused": CACHED | {"fused_optimizer": True},
+        "CUDA graphs": CACHED | {"fused_optimizer": True, "compile": "reduce-overhead"},
+        **{f"{size} at once": {"micro_batch": size} for size in (64, 16, 4)},
+        "16 bits": {"precision": HALF},
+    },
+    "image": {
+        "channels_last": {"channels_last": True},
+        "16 bits": {"precision": HALF},
+        "16 bits, channels_last": {"precision": HALF, "channels_last": True},
+        "blocks computed twice": {"checkpointing": "blocks"},
+    },
+    "speech": {},
+    "text": {
+        "tf32": {"precision": "tf32"},
+        "16 bits": {"precision": HALF},
+        "16 bits, math": {"precision": HALF, "attention": "math"},
+        "16 bits, flash": {"precision": HALF, "attention": "flash"},
+        "compiled": {"compile": "default"},
+        "fast": {"preset": "fast"},
+        "fp8, compiled": {"preset": "fast", "precision": "fp8"},
+        "blocks computed twice": {"checkpointing": "blocks"},
+        "half the batch, twice": {"micro_batch": 8},
+    },
+}
+# What a T4 cannot do, and what compiles for minutes.
+NOT_ON = {"sm_75": ("tf32", "fp8, compiled", "16 bits, flash", "fast", "compiled", "CUDA graphs"), "sm_90": ()}
+ORDERED = {"as it comes": {}, "pinned": PINNED, "prefetched": PINNED | {"prefetch": True}}
+LESSONS = {"orders": {"name": "audio", "plans": ORDERED}, "layouts": {}, "attention_kernels": {}}
+OF_A_STEP = ("launches", "waits", "copies", "memory", "number_format", "seconds_by_kind", "typical_error", "seconds")
 # The plans that promise that the host waits for the GPU at log points only.
 NO_WAITS = ("careful", "cache on the device", "cache in RAM", "prefetch", "CUDA graphs", "fast", *RANKS)
 # The fields that a plan does not get, by workload and by GPU.
@@ -113,6 +154,35 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "gpu"), PAIRS)
 def test_each_plan_runs_on_the_gpu_and_asks_of_it_what_it_should(name, gpu):
     check(name, gpu, PLANS)
+
+
+def check_large(name, gpu, plans):
+    """Count the steps of these plans anew, and see that they ask for what is recorded, and are predicted so."""
+    recorded = read_json(COUNTED / f"{gpu}.json")["steps"][name]
+    for plan, row in large_rows(name, gpu, plans).items():
+        then = recorded[plan]
+        same = {*row} - {"memory", "seconds_by_kind", "seconds"}
+        assert {key: row[key] for key in same} == {key: then[key] for key in same}, plan
+        assert row["memory"]["peak"] == pytest.approx(then["memory"]["peak"], rel=0.02), plan
+        assert row["seconds_by_kind"] == pytest.approx(then["seconds_by_kind"], rel=0.01), plan
+        assert row["seconds"] == pytest.approx(then["seconds"], rel=0.01), plan
+
+
+def test_what_lessons_show_of_a_step_is_what_is_counted_and_predicted():
+    check_large("image", "sm_75", {"channels_last": LARGE["image"]["channels_last"]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gpu"), itertools.product(LARGE, HALF))
+def test_so_it_is_of_each_plan(name, gpu):
+    plans = large_plans(name, gpu)
+    assert {*plans} == {*read_json(COUNTED / f"{gpu}.json")["steps"][name]}
+    check_large(name, gpu, plans)
+
+
+@pytest.mark.parametrize("what", LESSONS)
+def test_orders_layouts_and_kernels_are_what_lessons_show(what):
+    assert run(f"course:{what}", COUNTED_ON["sm_90"], **LESSONS[what]) == read_json(COUNTED / "sm_90.json")[what]
 
 
 def test_so_does_a_rank_of_several_with_what_it_sends_the_others():
@@ -227,6 +297,41 @@ def plans_of(name, gpu):
         yield RANKS
 
 
+def large_plans(name, gpu):
+    """The plans of a workload whose steps lessons show on a GPU."""
+    plans = {"baseline": {}, "careful": {"preset": "careful"}, "fast, uncompiled": UNCOMPILED} | LARGE[name]
+    plans = {plan: fields for plan, fields in plans.items() if plan not in NOT_ON[gpu]}
+    return {
+        plan: fields | {"precision": HALF[gpu]} if fields.get("precision") is HALF else fields
+        for plan, fields in plans.items()
+    }
+
+
+def large_rows(name, gpu, plans):
+    """What steps of these plans ask of a GPU, and what is predicted of them, as it is recorded."""
+    rows = {}
+    for plan, found in run("course:large_steps", COUNTED_ON[gpu], timeout_s=3600, name=name, plans=plans).items():
+        row = found | prediction(found, COUNTED_ON[gpu])
+        row["seconds_by_kind"] = {kind: float(f"{seconds:.4g}") for kind, seconds in row["seconds_by_kind"].items()}
+        row["seconds"] = None if row["launch_bound"] else float(f"{row['seconds']:.4g}")
+        rows[plan] = {key: row[key] for key in OF_A_STEP + ("kernels",) * (name == "text")}
+    return rows
+
+
+def count_large(name, gpu, *chosen):
+    """Write the steps of a workload that lessons show, of all plans or the `chosen`, and what else they show."""
+    path = COUNTED / f"{gpu}.json"
+    plans = {plan: fields for plan, fields in large_plans(name, gpu).items() if plan in chosen or not chosen}
+    rows = large_rows(name, gpu, plans)
+    recorded = read_json(path)
+    steps = recorded.setdefault("steps", {})
+    steps[name] = steps.get(name, {}) | rows
+    for what, arguments in LESSONS.items() if name == "audio" else ():
+        recorded[what] = run(f"course:{what}", COUNTED_ON[gpu], **arguments)
+    write_json(path, recorded)
+    print(gpu, name, json.dumps({plan: row["seconds"] for plan, row in rows.items()}), flush=True)
+
+
 def count(name, gpu):
     """Write what each course of a workload asks of a GPU."""
     rows = {}
@@ -237,12 +342,15 @@ def count(name, gpu):
     facts = {"torch": torch.__version__, "gpu": COUNTED_ON[gpu]._asdict(), "counted": "on a GPU that is not there"}
     courses = recorded.get("courses", {}) if recorded.get("torch") == torch.__version__ else {}
     courses[name] = {plan: {key: row.get(key) for key in COUNTS} for plan, row in rows.items()}
-    write_json(path, facts | {"courses": dict(sorted(courses.items()))})
+    write_json(path, recorded | facts | {"courses": dict(sorted(courses.items()))})
     print(gpu, name, json.dumps({plan: row.get("launches", row) for plan, row in rows.items()}), flush=True)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent))
-    for chosen in [sys.argv[1:]] if sys.argv[1:] else itertools.product(WORKLOADS, COUNTED_ON):
-        count(*chosen)
+    if sys.argv[1:2] == ["large"]:
+        count_large(*sys.argv[2:])
+    else:
+        for chosen in [sys.argv[1:]] if sys.argv[1:] else itertools.product(WORKLOADS, COUNTED_ON):
+            count(*chosen)
