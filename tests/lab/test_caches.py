@@ -84,14 +84,16 @@ def test_parts_are_joined_to_the_bytes_of_one_build(tmp_path, harm):
 @pytest.mark.slow
 def test_a_cluster_builds_the_bytes_of_one_build_though_a_worker_dies(tmp_path):
     distributed = pytest.importorskip("distributed")
-    workload = points(train=2000)
+    workload = points(train=int(os.environ.get("CLUSTER_ITEMS", "2000")))
+    fatal = workload.train[len(workload.train) // 3]
+    load = workload.load
     died = tmp_path / "died"
 
     def dies_once(item):
-        if item == workload.train[700] and not died.exists():
+        if item == fatal and not died.exists():
             died.touch()
             os.kill(os.getpid(), 9)
-        return workload.load(item)
+        return load(item)
 
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         dying = dataclasses.replace(workload, load=dies_once)
