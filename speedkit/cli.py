@@ -1,14 +1,9 @@
 """The command line: `speedkit hardware | train | profile | tune | compare | dry-run | cache | run | lab | publish`."""
 
-import atexit
-import contextlib
 import dataclasses
 import functools
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,22 +11,19 @@ from typing import Any, NoReturn
 
 import click
 import psutil
-import torch
 import yaml
 from click.core import ParameterSource
 
 from speedkit import __version__
 from speedkit.config import settings_of
-from speedkit.data.batches import STOPS
-from speedkit.errors import Interrupted, SpeedkitError, UsageError
+from speedkit.ending import run_command, say
+from speedkit.errors import SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
 from speedkit.files import claim_folder, write_json, write_text
 from speedkit.lab.launch import launch
-from speedkit.lab.provenance import ROOT
 from speedkit.lab.workloads.validation import hold_out
-from speedkit.machine import cache_root, this_machine
+from speedkit.machine import this_machine
 from speedkit.options import (
-    DATA,
     DATA_FIELDS,
     DEBUG,
     DEVICE,
@@ -49,81 +41,20 @@ from speedkit.options import (
     find_plan,
     find_workload,
     names_in,
-    part_of,
     seconds,
     typed,
 )
 from speedkit.plan import Plan, as_plan
 from speedkit.recipe import Recipe
+from speedkit.upkeep import cache, lab, publish, run
 
 OF_SCRIPT = "of the script"  # what a script trains by, beside plans
 RENDERING_S = 20.0  # of a tuning's budget, for report and notebook; with what came before a quarter of it at most
 
 
 def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:
-    """Run the command line, or another `command`; a failure is one sentence and an exit code.
-
-    A traceback is shown with --debug only.
-    """
-    ends = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
-    came: list[Interrupted] = []
-    for number in ends:
-        signal.signal(number, functools.partial(_terminate, came))
-    sys.unraisablehook = _leave_if_dropped  # in the callback of a weak reference, say
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))  # kept: compiled once
-    try:
-        code = (command or commands).main(prog_name=name, standalone_mode=False) or 0
-    except Exception as error:
-        if "--debug" in sys.argv:
-            raise
-        for number in ends:
-            signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two; the code says what the first one did
-        # An import that a signal cut short says something else.
-        code, sentence = explained(came[0] if came else error)
-        _say(sentence)
-    else:
-        for number in ends:
-            signal.signal(number, signal.SIG_DFL)  # Python would print what is raised on its way out
-    _leave(code)
-
-
-def _terminate(came: list[Interrupted], number: int, _frame: Any) -> NoReturn:
-    if came:  # the second one: at once, as if killed
-        os._exit(came[0].exit_code)
-    # As an exception, so that loader processes are ended and half-written files removed on the way out.
-    came.append(Interrupted(f"stopped by {signal.Signals(number).name}; what was complete is kept", number))
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise came[-1]
-
-
-def _leave_if_dropped(dropped: Any) -> None:
-    """End this process where Python drops what `_terminate` raised."""
-    if not isinstance(dropped.exc_value, KeyboardInterrupt | Interrupted):
-        sys.__unraisablehook__(dropped)
-        return
-    code, sentence = explained(dropped.exc_value)
-    _say(sentence)
-    os._exit(code)
-
-
-def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be closed
-        click.echo(f"speedkit: {' '.join(sentence.split())}", err=True)
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process with an exit code.
-
-    At once where it was stopped, for Python's way out lets a second Ctrl-C kill it, and where it is a rank, for there
-    gloo's threads abort at times.
-    """
-    if torch.distributed.is_initialized() or code > 128:
-        atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+    """Run the command line, or another `command`, and end this process."""
+    run_command(command or commands, name)
 
 
 def as_hyphens(word: str) -> str:
@@ -215,7 +146,7 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
             [source] = find_notebooks(["90"])
             written = f"tune.ipynb, {written}"
         except ModuleNotFoundError as error:
-            _say(f"no tune.ipynb: {explained(error)[1]}")
+            say(f"no tune.ipynb: {explained(error)[1]}")
             notebook = False
     work, recipe = find_workload(workload, values)
     folder = values["out"]
@@ -359,113 +290,23 @@ def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values
         if not Path(workload).is_file():
             raise UsageError(f"there is no script {workload}: name a file, with its own arguments after it")
         find = functools.partial(dry.dry_run_script, Path(workload), arguments)
-        rows = dry.dry_runs(workload, find, [OF_SCRIPT], gpus=chosen, tell=_say)
+        rows = dry.dry_runs(workload, find, [OF_SCRIPT], gpus=chosen, tell=say)
     else:
         refuse_arguments(arguments)
         plan = values["plan"]
         as_plan(plan)  # a word that names no plan is refused before anything is counted
         work, recipe = find_workload(workload, values)
         find = functools.partial(dry.dry_run, work, recipe=recipe)
-        rows = dry.dry_runs(work.name, find, ["baseline", plan], gpus=chosen, tell=_say)
+        rows = dry.dry_runs(work.name, find, ["baseline", plan], gpus=chosen, tell=say)
     folder = claim_folder(values["out"], "dry-run")
     write_json(folder / "dry-run.json", rows)
     write_text(folder / "dry-run.html", dry.as_page(rows))
     click.echo(json.dumps(rows) if values["as_json"] else dry.as_page(rows, "text.j2"))
 
 
-@commands.command(params=[PLAN, DEVICE, *DATA])
-@click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
-@click.argument("folder", metavar="DIR")
-@click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
-@click.option("--part", type=part_of, metavar="K/N", help="build one part; a build without --part joins them")
-@click.option("--cluster", metavar="TCP://HOST:PORT", help="build on the Dask cluster of this scheduler, and join")
-def cache(action: str, folder: str, workload: str, **values: Any) -> int:
-    """Build cached features for --plan in DIR, the folder that --cache-dir names; describe, verify or repair them."""
-    from speedkit.lab.caches import build_joined, build_on_cluster, build_part, caches_in, damage, describe
-
-    if action == "build":
-        work, _ = find_workload(workload, values)
-        items = [*work.train, *work.validation, *work.test]
-        plan = find_plan(values["plan"], values | {"cache": "disk"})
-        if values["part"]:
-            built = build_part(work, items, plan, folder=folder, part=values["part"], progress=True)
-        elif values["cluster"]:
-            built = build_on_cluster(work, items, plan, folder=folder, address=values["cluster"])
-        else:
-            built = build_joined(work, items, plan, folder=folder)
-        lines = [f"{built.folder}: {built.why}"]
-        lines += [f"left out: {path}: {why}" for path, why in built.bad.items()]
-    elif action == "info":
-        lines = [describe(path) for path in caches_in(folder)]
-    else:
-        damaged = []
-        for path in caches_in(folder):
-            damaged += [f"{path}: {what}" for what in damage(path, repair=action == "repair")]
-        lines = [f"{len(damaged)} parts are not as they were written", *damaged]
-    click.echo("\n".join(lines))
-    return 1 if action == "verify" and damaged else 0
-
-
-@commands.command()
-@click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
-@click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
-@click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these")
-@click.option("--out", default="runs/notebooks", help="folder for what was run")
-@click.option("--timeout", "timeout_s", type=seconds, default="1h", metavar="TIME", help="for each cell")
-@click.option("--cluster", metavar="TCP://HOST:PORT", help="sweep on the Dask cluster of this scheduler")
-def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) -> None:
-    """Run notebooks by number or name with parameters; a parameter that one does not declare is an error."""
-    from speedkit.lab import notebooks
-    from speedkit.lab.cluster import cluster_executor
-
-    grid = {}
-    for axis in values["grid"]:
-        name, _, words = axis.partition("=")
-        grid[name] = words.split(",")
-    if (cluster and not grid) or [""] in grid.values():
-        raise UsageError("--sweep takes NAME=A,B,C, and --cluster runs its combinations")
-    options: Values = {"parameters": dict(values["parameters"]), "timeout_s": values["timeout_s"], "folder": Path.cwd()}
-    failures = 0
-    with contextlib.ExitStack() as stack:
-        executor = None
-        if cluster:
-            executor = stack.enter_context(cluster_executor(cluster))
-        for source in notebooks.find_notebooks(names):
-            if grid:
-                errors = notebooks.sweep(source, grid, out, executor=executor, **options)
-                failures += sum(map(bool, errors.values()))
-            else:
-                click.echo(notebooks.run_notebook(source, Path(out) / source.name, **options))
-    if failures:
-        raise SpeedkitError(f"{failures} combinations failed; the others are in {out}")
-
-
-@commands.command()
-@click.argument("folder", default="lessons", metavar="[DIR]")
-@click.argument("arguments", nargs=-1, metavar="[-- JUPYTER'S ARGUMENTS]")
-def lab(folder: str, arguments: tuple[str, ...]) -> int:
-    """Open a working copy of the lessons in JupyterLab; a lesson that DIR has already stays as it is."""
-    from speedkit.lab.notebooks import find_notebooks
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for source in find_notebooks():
-        if not Path(folder, source.name).exists():
-            shutil.copy(source, folder)
-    command = [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={folder}", *arguments]
-    return subprocess.run(command, check=False).returncode
-
-
-@commands.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def publish(words: tuple[str, ...]) -> int:
-    """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""
-    script = ROOT / "tools" / "publish.py"  # of the repository, not of the package
-    if not script.exists():
-        raise UsageError("publish writes into a checkout of speedkit's repository: clone it, and run make setup there")
-    return subprocess.run([sys.executable, script, *words], check=False).returncode
-
-
-# Known before and after every command; `main` looks for it where a run fails. publish hands it on.
+for beside in (cache, run, lab, publish):
+    commands.add_command(beside)
+# Known before and after every command; `run_command` looks for it where a run fails. publish hands it on.
 for command in (commands, *commands.commands.values()):
     if command is not publish:
         command.params.append(DEBUG)

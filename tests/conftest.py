@@ -103,12 +103,12 @@ def tuning():
 @pytest.fixture
 def speedkit(capsys, monkeypatch):
     """The command line in this process: words -> (exit code, what it printed, what it complained)."""
-    from speedkit import cli
+    from speedkit import cli, ending
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
-        before = {number: signal.getsignal(number) for number in cli.STOPS}
+        before = {number: signal.getsignal(number) for number in ending.STOPS}
         try:
             with pytest.raises(SystemExit) as stopped:
                 cli.main()

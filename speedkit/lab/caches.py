@@ -1,6 +1,6 @@
 """Feature caches as the command `cache` builds them in parts, describes, verifies and repairs them."""
 
-import functools
+import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +27,17 @@ def build_part(
 
     Parts may be built at the same time, on machines that share `folder`; one that is killed goes on where it was.
     """
+    return build_cache(workload, _items_of(items, part), plan, cache_dir=_folder_of(folder, part), **options)
+
+
+def _items_of(items: Sequence[Any], part: tuple[int, int]) -> Sequence[Any]:
     number, count = part
-    own = items[(number - 1) * len(items) // count : number * len(items) // count]
-    return build_cache(workload, own, plan, cache_dir=Path(folder) / PARTS / f"{number}-of-{count}", **options)
+    return items[(number - 1) * len(items) // count : number * len(items) // count]
+
+
+def _folder_of(folder: str | Path, part: tuple[int, int]) -> Path:
+    number, count = part
+    return Path(folder).resolve() / PARTS / f"{number}-of-{count}"
 
 
 def build_on_cluster(
@@ -40,17 +48,22 @@ def build_on_cluster(
     A part whose worker dies is gone on with by another one.
     """
     count = min(CLUSTER_PARTS, len(items))
+    # A worker is sent the items of its part alone: 64 times all of ten million would be 47 GB.
+    bare = dataclasses.replace(workload, train=(), test=(), validation=())
     with cluster_executor(address) as executor:
-        build = functools.partial(_build_away, workload, items, plan, folder=Path(folder).resolve())
-        parts = [executor.submit(build, part=(number, count)) for number in range(1, count + 1)]
+        parts = []
+        for number in range(1, count + 1):
+            own = _items_of(items, (number, count))
+            away = _folder_of(folder, (number, count))
+            parts.append(executor.submit(_build_away, bare, own, plan, cache_dir=away))
         for part in parts:
             part.result()
     return build_joined(workload, items, plan, folder=folder)
 
 
-def _build_away(*data: Any, **options: Any) -> None:
+def _build_away(workload: Workload, items: Sequence[Any], plan: Plan, *, cache_dir: Path) -> None:
     """Build a part, in a worker's own process, and send no cache back."""
-    build_part(*data, **options, workers=0)
+    build_cache(workload, items, plan, cache_dir=cache_dir, workers=0)
 
 
 def build_joined(workload: Workload, items: Sequence[Any], plan: Plan, *, folder: str | Path) -> FeatureCache:

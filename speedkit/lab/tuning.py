@@ -107,9 +107,9 @@ class TuningRecord(dict[str, Any]):
         rows = []
         for row in tried:
             ends = display.bar(row["low"] / longest, row["high"] / longest)
-            rows.append((row["optimization"], row["change"], ratio_text(row), ends, row["why"]))
+            rows.append((row["optimization"], row["change"], ratio_text(row), row["why"], ends))
         title = f"{self['workload']['name']} on {device_name(self)}"
-        columns = ("optimization", "change", "times as fast", "", "kept or not")
+        columns = ("optimization", "change", "times as fast", "kept or not", "")  # the bar, too wide where little fits
         return display.table(title, columns, rows, below=f"{self!r}\n{Plan(**self['plan'])!r}")
 
 

@@ -60,7 +60,7 @@ def is_current(checkout):
 @pytest.mark.parametrize(
     ("name", "decides"),
     [
-        ("cli.py", False),
+        ("upkeep.py", False),
         ("lab/figures.py", False),
         ("measure/words.py", False),
         ("plan.py", True),

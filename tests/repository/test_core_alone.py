@@ -5,7 +5,8 @@ import shutil
 import pytest
 from processes import ROOT, python
 
-OTHERS = ("measure", "lab", "lessons", "dry", "notebooks_data", "cli.py", "options.py", "__main__.py", "__pycache__")
+COMMANDS = ("cli.py", "ending.py", "options.py", "upkeep.py", "__main__.py")
+OTHERS = ("measure", "lab", "lessons", "dry", "notebooks_data", *COMMANDS, "__pycache__")
 PROGRAM = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the ground up: a module imports from its own folder and from those before it, never from one behind.
 LAYERS = ("core", "measure", "dry", "lab", "lessons", "cli")
-COMMANDS = ("speedkit.cli", "speedkit.options", "speedkit.__main__")
+COMMANDS = ("speedkit.cli", "speedkit.ending", "speedkit.options", "speedkit.upkeep", "speedkit.__main__")
 # Types of what is built in one piece still run in circles here.
 CIRCLES = {"speedkit.data", "speedkit.train"}
 
