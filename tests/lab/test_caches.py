@@ -25,8 +25,7 @@ def remove(path, _):
 
 @pytest.mark.filterwarnings("ignore:an entry in .* is not as it was written")
 @pytest.mark.parametrize("name", ["index.bin", "values.bin"])
-# Bits of each number, the ends of numbers, rows and entries, and the file as a whole.
-@pytest.mark.parametrize(("kind", "every"), [(flip, 3), (os.truncate, 4), (remove, 1000)])
+@pytest.mark.parametrize(("kind", "every"), [(flip, 1), (os.truncate, 1), (remove, 1000)])  # a file is removed once
 def test_damage_is_found_wherever_it_is_and_repaired(tmp_path, kind, every, name):
     workload, plan = points(), Plan(cache="disk")
     items = workload.train[:3]
