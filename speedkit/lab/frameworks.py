@@ -15,6 +15,7 @@ import math
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from speedkit.config import from_mapping
 from speedkit.plan import Plan
@@ -76,6 +77,15 @@ def change_in_words(change: str, framework: str) -> str:
             value = getattr(plan, row["field"])
             words.append(word.format(**vars(plan), value=value, kept="keep each sample that was made"))
     return "; ".join(words)
+
+
+def lines_of(fields: dict[str, Any], framework: str) -> list[str]:
+    """Return the lines that do in a framework what changed `fields` of a plan do, with one that no plan has."""
+    rest = {name: value for name, value in fields.items() if name in vars(Plan())}
+    lines = in_words(from_mapping(Plan, rest), Recipe())[framework].splitlines()
+    if fields.get("set_to_none"):
+        lines.append("optimizer.zero_grad(set_to_none=True)")
+    return lines
 
 
 def read_table() -> list[dict[str, str]]:
