@@ -264,7 +264,9 @@ def tune_script(script: Path, arguments: tuple[str, ...], values: Values) -> Non
         write_script_report(record, folder / "report.html", command=sys.argv[1:])
 
     refuse_options_of_workloads(script, "budget_s", "steps", "keep")
-    steps = from_mapping(Recipe, {"epochs": None} | typed(values, "steps")).steps
+    steps = None
+    if values["steps"] is not None:
+        steps = from_mapping(Recipe, {"epochs": None, "steps": values["steps"]}).steps
     script_tune.tune_script(
         script,
         arguments,

@@ -11,6 +11,7 @@ from builtins import print  # to which a script may give another meaning
 from collections.abc import Callable
 from typing import Any
 
+from speedkit.data.own_loader import LOADER_OPTIONS
 from speedkit.errors import SpeedkitError
 from speedkit.measure.contender import TURN_S
 from speedkit.measure.optimizations import Change, text
@@ -24,6 +25,7 @@ from speedkit.measure.script_turns import NewRun, Over, Turns, Work
 from speedkit.measure.stats import LOOKS, WORTH
 from speedkit.measure.timeline import OPTIMIZER
 from speedkit.measure.turns import Pairs, measure_pairs
+from speedkit.train.compile import COMPILING_S
 
 TRYING_SHARE = 0.75  # of budget and steps: nothing is begun after that
 TURNS_SHARE = 0.12  # of what there is, that the turns of a candidate may take
@@ -33,6 +35,7 @@ HARD_LIMIT = 1.5  # times the budget: the script is ended there
 WARM_UP = 3  # steps, beside those for which a loader has batches ready
 MEMORY_STEPS = 2
 SLOW_TURN_S = 2.0  # of steps for all that a loader may have ready: a turn is shorter
+SAME_SAMPLES = "the loop gets the same samples"  # so that there is nothing to test
 LIMITS = {"decision": "undecided", "ratio": None, "low": None, "high": None}
 Row = dict[str, Any]
 
@@ -60,6 +63,7 @@ class Tuning:
         self.step_s = 0.0  # as the script is
         self.shares: dict[str, float] = {}
         self.gains: dict[str, Gain] = {}
+        self.own: Change = {"workers": 0, "persistent_workers": False}  # fields that the script sets by itself
         self.waiting: list[Candidate] = []
         self.run_steps = math.inf  # of a whole run, once it is known
 
@@ -88,6 +92,8 @@ class Tuning:
         self.shares = {row["cause"]: row["share"] for row in breakdown.rows}
         with contextlib.suppress(SpeedkitError):  # no memory to measure peaks in: the table's bounds are wider
             self.gains = self._ask(functools.partial(gains_of, counter, self.bench))
+        loader = loop.profile.loader
+        self.own |= {field: getattr(loader, option) for field, option in LOADER_OPTIONS.items() if loader is not None}
         for candidate in self._ask(self.bench.candidates):
             high = self._predicted(candidate)[1]
             why = candidate[2]
@@ -113,6 +119,8 @@ class Tuning:
     def _row(self, candidate: Candidate) -> Row:
         optimization, fields, _ = candidate
         low, high = self._predicted(candidate)
+        now = self.own | self.kept
+        fields = {field: value for field, value in fields.items() if now.get(field) != value}
         row: Row = {"optimization": optimization, "change": text(fields), "fields": fields}
         row |= {"predicted_low": low, "predicted_high": high, **LIMITS, "pairs": 0, "kept": False, "why": ""}
         return row | {"learns": None, "memory_bytes": None, "compile_s": None, "pays_from_step": None}
@@ -124,6 +132,9 @@ class Tuning:
         fields = row["fields"]
         if fields.get("workers") and self.kept.get("cache"):
             self.rows.append(row | {"why": "not tried: its samples are in memory, and workers make none"})
+            return
+        if "compile" in fields and (why := self._why_no_time()):
+            self.rows.append(row | {"why": why})
             return
         tell(f"trying {row['change']}, predicted {row['predicted_low']:.2f} to {row['predicted_high']:.2f}")
         try:
@@ -140,6 +151,17 @@ class Tuning:
         result = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}), " if row["ratio"] else ""
         tell(f"  {result}{'kept' if row['kept'] else 'not kept'}: {row['why']}")
 
+    def _why_no_time(self) -> str:
+        """Return why there is no time to compile, or "": on a GPU there always is."""
+        assert self.bench.loop is not None
+        device = self.bench.loop.hardware.device.type
+        takes_s = COMPILING_S[device]
+        spent_s = time.perf_counter() - self.began_s
+        if device == "cuda" or spent_s + takes_s < TRYING_SHARE * self.budget_s:
+            return ""
+        budget_s = math.ceil((spent_s + takes_s) / TRYING_SHARE)
+        return f"not tried: compiling takes about {takes_s:.0f} s; --budget {budget_s}s has room for it"
+
     def _measure(self, fields: Change) -> Row:
         """Let the candidate take turns with what is kept; return what this adds to its row."""
         before, after = self.kept, {**self.kept, **fields}
@@ -147,7 +169,9 @@ class Tuning:
             if "compile" in fields:  # what compiling takes is part of the answer
                 from torch._inductor.utils import fresh_cache
 
-                stack.enter_context(fresh_cache())
+                cache = fresh_cache()
+                cache.__enter__()
+                stack.callback(cache.__exit__, None, None, None)  # of an error it would tell, and keep its files
             compile_s = self._warm_up(before, after)
             pairs = self._compare(before, after, TURNS_SHARE, large_share=LARGE_SHARE)
             row: Row = {**vars(pairs.interval), "decision": pairs.decision, "pairs": len(pairs.seconds_a)}
@@ -160,22 +184,20 @@ class Tuning:
             row["pays_from_step"] = math.ceil(compile_s / (self.step_s * (1 - 1 / pairs.interval.ratio)))
         row["kept"] = learns.get("passed", True)
         row["why"] = "faster, and learns the same"
-        if not learns["tested"]:
+        if learns["why"] == SAME_SAMPLES:
+            row["why"] = f"faster, and {SAME_SAMPLES}"
+        elif not learns["tested"]:
             row["why"] = f"faster; whether it learns the same was not tested: {learns['why']}"
         elif not row["kept"]:
             row["why"] = f"faster, but learns something else: {learns['why']}"
-        elif (row["pays_from_step"] or 0) > self.run_steps:
+        elif row.get("pays_from_step", 0) > self.run_steps:
             row["kept"] = False
             row["why"] = f"faster, but pays from {row['pays_from_step']:,} steps on; this run has {self.run_steps:,}"
         return row
 
     def _learns(self, fields: Change, plan: Change) -> Row:
         if next(iter(fields)) in Feed.fields:
-            return {
-                "tested": False,
-                "passed": True,
-                "why": "the same samples reach the loop, so there is nothing to test",
-            }
+            return {"tested": False, "passed": True, "why": SAME_SAMPLES}
         try:
             return self._ask(functools.partial(self.bench.learns, plan))
         except TooShort as error:
