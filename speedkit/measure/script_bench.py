@@ -17,10 +17,12 @@ from speedkit.machine import this_machine
 from speedkit.measure.optimizations import Change
 from speedkit.measure.roofline import OperatorCounter
 from speedkit.measure.script import ScriptProfile
-from speedkit.measure.script_feed import Feed
+from speedkit.measure.script_feed import Candidate, Feed
+from speedkit.measure.script_forward import Forward
 from speedkit.measure.script_learning import Learning, Row
-from speedkit.measure.script_switches import Candidate, Forward, Gradients, Loop, Plugged
+from speedkit.measure.script_switches import Loop, Plugged
 from speedkit.measure.script_turns import SwitchFailed, Turns, Work
+from speedkit.measure.script_updates import Gradients
 from speedkit.measure.timeline import CHECKPOINT, RARE
 from speedkit.measure.warm_up import compilations
 
@@ -39,7 +41,7 @@ class Bench:
         self.runs = 0
         self.first: ScriptProfile | None = None  # of the run that was profiled
         self.compiled = False  # by the script itself
-        self.zeros = False  # the script sets gradients to zero
+        self.gradients = Gradients()
         self.plan: Change = {}  # that is switched on
 
     # ---- one run of the script ----
@@ -59,20 +61,13 @@ class Bench:
 
         with self.stack, patch.object(torch.autograd, "backward", noted):
             for owner in (Optimizer, nn.Module):
-                zero_grad: Any = self._zero_grad(owner.zero_grad)
+                zero_grad: Any = self.gradients.seen(owner.zero_grad)
                 self.stack.enter_context(patch.object(owner, "zero_grad", zero_grad))
             self.stack.callback(optimizer.register_optimizer_step_pre_hook(self._before_step).remove)
             self.stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
             self.stack.callback(self.close)
             yield
         self.loop = None
-
-    def _zero_grad(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
-        def call(owner: Any, set_to_none: bool = True) -> None:
-            self.zeros |= not set_to_none
-            zero_grad(owner, set_to_none=set_to_none or Gradients.forced)
-
-        return call
 
     def _before_step(self, stepped: Optimizer, *_: Any) -> None:
         if self.loop is not None and stepped is self.loop.profile.optimizer:
@@ -108,7 +103,7 @@ class Bench:
             feed=feed,
             hardware=hardware,
             operators={},
-            zeros=False,
+            gradients=self.gradients,
             compiled=self.compiled,
             forwards=[Forward(model, profile.timeline) for model in profile.models],
         )
@@ -136,7 +131,6 @@ class Bench:
             yield
         assert self.loop is not None
         self.loop.operators = dict(counter.flops)
-        self.loop.zeros = self.zeros
         return counter
 
     def candidates(self) -> Work[list[Candidate]]:

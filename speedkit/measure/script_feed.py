@@ -23,6 +23,7 @@ from speedkit.measure.profile import LoopProfile
 from speedkit.measure.timeline import EVALUATION
 from speedkit.plan import Plan
 
+Candidate = tuple[str, Change, str]  # the optimization, the fields of a plan, why they cannot be tried or ""
 KEPT_BATCHES = 16  # of which the samples are kept, to know what all would give
 KEPT_S = 5.0  # no more are made after so many seconds
 COPIED = ("collate_fn", "worker_init_fn", "multiprocessing_context")
@@ -58,8 +59,8 @@ class Feed:
 
     # ---- what can be tried ----
 
-    def candidates(self) -> Iterator[tuple[str, Change, str]]:
-        """Yield (optimization, change, why it cannot be tried or "")."""
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield what of loading can be tried."""
         own = {field: getattr(self.loader, option, None) for field, option in LOADER_OPTIONS.items()}
         [workers] = workers_for(Plan(), self.hardware)
         yield "workers", workers, self._why_no_workers(own["workers"], workers["workers"])

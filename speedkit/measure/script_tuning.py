@@ -19,8 +19,7 @@ from speedkit.measure.peaks import peaks
 from speedkit.measure.predict import Gain, computing_gains, predict
 from speedkit.measure.roofline import OperatorCounter, Operators
 from speedkit.measure.script_bench import Bench
-from speedkit.measure.script_feed import Feed
-from speedkit.measure.script_switches import Candidate
+from speedkit.measure.script_feed import Candidate, Feed
 from speedkit.measure.script_turns import NewRun, Over, Turns, Work
 from speedkit.measure.stats import LOOKS, WORTH
 from speedkit.measure.timeline import OPTIMIZER
