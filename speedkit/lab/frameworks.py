@@ -69,23 +69,26 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
 def change_in_words(change: str, framework: str) -> str:
     """Return what a framework calls a `change`, `field=value, ...`; "" where that is no field of a plan."""
     fields = {field: value for field, value in CHANGE.findall(change) if field in vars(Plan())}
-    plan = from_mapping(Plan, fields)
-    words = []
-    for row in rows_for(plan, set(fields)):
-        word = row[framework] or row["otherwise"]
-        if word and (row["field"] in fields or row["needs"] in fields):
-            value = getattr(plan, row["field"])
-            words.append(word.format(**vars(plan), value=value, kept="keep each sample that was made"))
-    return "; ".join(words)
+    return "; ".join(words_of(fields, framework, advice="", kept="keep each sample that was made"))
 
 
 def lines_of(fields: dict[str, Any], framework: str) -> list[str]:
-    """Return the lines that do in a framework what changed `fields` of a plan do, with one that no plan has."""
-    rest = {name: value for name, value in fields.items() if name in vars(Plan())}
-    lines = in_words(from_mapping(Plan, rest), Recipe())[framework].splitlines()
+    """Return the lines that do in a framework what changed `fields` of a plan do, or one that no plan has."""
+    lines = merge_calls(words_of(fields, framework, advice="# ", kept=KEPT))
     if fields.get("set_to_none"):
         lines.append("optimizer.zero_grad(set_to_none=True)")
-    return lines
+    return [line for words in lines for line in words.splitlines()]
+
+
+def words_of(fields: dict[str, Any], framework: str, *, advice: str, kept: str) -> list[str]:
+    """Return a framework's words for `fields`, or advice, which begins with `advice`; `kept` are those of a cache."""
+    plan = from_mapping(Plan, {field: value for field, value in fields.items() if field in vars(Plan())})
+    words = []
+    for row in rows_for(plan, set(fields)):
+        word = row[framework] or (row["otherwise"] and advice + row["otherwise"])
+        if word and (row["field"] in fields or row["needs"] in fields):
+            words.append(word.format(**vars(plan), value=getattr(plan, row["field"]), kept=kept))
+    return words
 
 
 def read_table() -> list[dict[str, str]]:

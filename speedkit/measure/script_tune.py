@@ -51,7 +51,12 @@ class ScriptTuning:
             self.seen.answered = True  # in the end
             steps = self.tuning.turns.steps
             try:
-                with self._saves(), self.seen.installed(), self.tuning.bench.installed(self.seen):
+                with (
+                    self._saves(),
+                    said_once(self.tuning.bench.runs),
+                    self.seen.installed(),
+                    self.tuning.bench.installed(self.seen),
+                ):
                     runpy.run_path(str(self.path), run_name="__main__")
                 ended: BaseException | None = None
             except (Exception, SystemExit) as error:
@@ -82,7 +87,7 @@ class ScriptTuning:
             raise SystemExit(0)
         if bench.runs == 1:
             tuning.run_steps = steps
-            tell("the loop was over before all was decided: the script is run again, as often as it takes")
+            tell("the loop was over before all was decided: the script is run again, silently, as often as it takes")
         turns.interrupt(NewRun())
         return True
 
@@ -146,6 +151,16 @@ class ScriptTuning:
             return None
 
         stack.enter_context(patch.object(owner, name, skipped))
+
+
+@contextlib.contextmanager
+def said_once(runs: int) -> Iterator[None]:
+    """Let a script, after so many `runs`, say nothing again inside."""
+    if not runs:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
 
 
 def tune_script(
