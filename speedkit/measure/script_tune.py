@@ -44,9 +44,10 @@ class ScriptTuning:
 
     def run(self, folder: Path) -> None:
         """Run the script until the tuning is over. Raises what the script raises by itself."""
-        here = os.getcwd()
+        folder_here = os.getcwd()
+        process_here = os.getpid()
         while True:
-            os.chdir(here)
+            os.chdir(folder_here)
             self.seen = ScriptProfile(folder, NEVER_S, stop=False)
             self.seen.answered = True  # in the end
             steps = self.tuning.turns.steps
@@ -61,7 +62,7 @@ class ScriptTuning:
                 ended: BaseException | None = None
             except (Exception, SystemExit) as error:
                 ended = error
-            if not self._again(ended, self.tuning.turns.steps - steps):
+            if os.getpid() != process_here or not self._again(ended, self.tuning.turns.steps - steps):
                 if ended is not None:
                     raise ended
                 return

@@ -31,7 +31,7 @@ class Clips(torch.utils.data.Dataset):
         return 400
 
     def __getitem__(self, index):
-        time.sleep(0.003)
+        time.sleep(0.01)
         return torch.full((32,), index % 7.0), index % 2
 
 net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -47,7 +47,7 @@ torch.load("weights.pt")
 STEPS_OF = "import torch\nw = torch.nn.Linear(4, 4)\no = torch.optim.SGD(w.parameters(), 0.1)\nfor i in range(400):\n"
 STEPS_OF += "    w(torch.randn(2, 4)).sum().backward(), o.step(), o.zero_grad()\n"
 BY_ITSELF = STEPS_OF.replace("o.step()", "w.weight.data.sub_(0.1 * w.weight.grad)")
-TUNE = ("-m", "speedkit", "tune", "--out", "seen", "--budget", "40s")
+TUNE = ("-m", "speedkit", "tune", "--out", "seen", "--budget", "60s")
 
 
 def run(folder, source, *command, **variables):
