@@ -67,7 +67,6 @@ class Bench:
             self.stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
             self.stack.callback(self.close)
             yield
-        self.loop = None
 
     def _before_step(self, stepped: Optimizer, *_: Any) -> None:
         if self.loop is not None and stepped is self.loop.profile.optimizer:
@@ -111,11 +110,12 @@ class Bench:
         self.learning = Learning(profile.models, self.loop.optimizers, feed, self.apply)
 
     def close(self) -> None:
-        """Leave the loop as the script has it."""
+        """Leave the loop as the script has it, and let go of it."""
         if self.loop is not None:
             with contextlib.suppress(Exception):  # of weights that are on their way out
                 self.apply({})
             self.loop.feed.close()
+            self.loop = None
 
     # ---- work between steps ----
 

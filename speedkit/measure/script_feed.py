@@ -53,6 +53,7 @@ class Feed:
         self.streams: dict[tuple[Any, ...], Iterator[Any]] = {}  # by their settings
         self.stream: Iterator[Any] | None = None  # that is switched on
         self.own: Any = None  # the script's latest iterator
+        self.mixed = False  # batches of several
         self.given: Counter[int] = Counter()  # batches of the script's iterators
         self.record: list[Any] | None = None
         self.replay: deque[Any] | None = None
@@ -177,7 +178,8 @@ class Feed:
             if self.loaders.get(id(batches)) is not self.loader:
                 return fetch(batches)
             self.own = batches
-            if (self.stream is not None or self.replay is not None) and self._ended(batches):
+            self.mixed |= self.stream is not None or self.replay is not None
+            if self.mixed and self._ended(batches):
                 raise StopIteration
             first = not self.given[id(batches)]
             self.given[id(batches)] += 1

@@ -59,6 +59,7 @@ class Tuning:
         self.turns = Turns(self.find)
         self.bench = Bench(self.turns, self.in_time)
         self.rng = random.Random(0)
+        self.device = "cpu"
         self.step_s = 0.0  # as the script is
         self.shares: dict[str, float] = {}
         self.gains: dict[str, Gain] = {}
@@ -86,6 +87,7 @@ class Tuning:
         counter = self._ask(self.bench.count)
         loop = self.bench.loop
         assert loop is not None
+        self.device = loop.hardware.device.type
         breakdown = loop.profile.observer.breakdown()
         self.step_s = breakdown.step_s
         self.shares = {row["cause"]: row["share"] for row in breakdown.rows}
@@ -152,11 +154,9 @@ class Tuning:
 
     def _why_no_time(self) -> str:
         """Return why there is no time to compile, or "": on a GPU there always is."""
-        assert self.bench.loop is not None
-        device = self.bench.loop.hardware.device.type
-        takes_s = COMPILING_S[device]
+        takes_s = COMPILING_S[self.device]
         spent_s = time.perf_counter() - self.began_s
-        if device == "cuda" or spent_s + takes_s < TRYING_SHARE * self.budget_s:
+        if self.device == "cuda" or spent_s + takes_s < TRYING_SHARE * self.budget_s:
             return ""
         budget_s = math.ceil((spent_s + takes_s) / TRYING_SHARE)
         return f"not tried: compiling takes about {takes_s:.0f} s; --budget {budget_s}s has room for it"
@@ -213,8 +213,7 @@ class Tuning:
 
     def _ready(self, *plans: Change) -> int:
         """Return how many batches a loader may have ready under these plans."""
-        own = getattr(self.bench.loop.profile.loader, "num_workers", 0) if self.bench.loop else 0
-        return max(2 * plan.get("workers", own) for plan in plans)
+        return max(2 * plan.get("workers", self.own["workers"]) for plan in plans)
 
     def _compare(
         self, before: Change, after: Change, share: float, *, large_share: float = 0.0, **limits: Any
@@ -223,7 +222,7 @@ class Tuning:
         steps = max(1, self._ready(before, after))
         if steps * self.step_s > SLOW_TURN_S:
             steps = max(1, steps // 2)
-        if self.bench.loop and self.bench.loop.hardware.device.type != "cpu":
+        if self.device != "cpu":
             steps *= math.ceil(TURN_S / self.step_s / steps)
         all_s = min(self.budget_s, self.most_steps * self.step_s)
         options: Row = {"rng": self.rng, "steps": steps, "pairs": LOOKS[-1], "large_max_s": large_share * all_s}
