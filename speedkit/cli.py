@@ -261,6 +261,7 @@ def tune_script(script: Path, arguments: tuple[str, ...], values: Values) -> Non
     from speedkit.measure import script_tune
 
     def finish(folder: Path, record: Values) -> None:
+        """Write what comes of the record, beside tune.json."""
         write_script_report(record, folder / "report.html", command=sys.argv[1:])
 
     refuse_options_of_workloads(script, "budget_s", "steps", "keep")

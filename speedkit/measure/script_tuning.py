@@ -213,7 +213,7 @@ class Tuning:
 
     def _ready(self, *plans: Change) -> int:
         """Return how many batches a loader may have ready under these plans."""
-        return max(2 * plan.get("workers", self.own["workers"]) for plan in plans)
+        return max(2 * int((self.own | plan)["workers"]) for plan in plans)
 
     def _compare(
         self, before: Change, after: Change, share: float, *, large_share: float = 0.0, **limits: Any

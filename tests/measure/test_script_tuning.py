@@ -37,10 +37,11 @@ class Clips(torch.utils.data.Dataset):
 net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(net.parameters())
 print("begins", sys.argv[1:], sys.stdin.read())
-for inputs, labels in torch.utils.data.DataLoader(Clips(), 8):
-    optimizer.zero_grad(set_to_none=False)
-    nn.functional.cross_entropy(net(inputs), labels).backward()
-    optimizer.step()
+for _ in range(3):
+    for inputs, labels in torch.utils.data.DataLoader(Clips(), 8):
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(net(inputs), labels).backward()
+        optimizer.step()
 torch.save(net.state_dict(), "weights.pt")
 torch.load("weights.pt")
 """
@@ -62,8 +63,8 @@ def test_a_slow_loader_is_told_in_a_script_that_is_run_again_silently_and_saves_
     rows = {row["optimization"]: row for row in record["optimizations"]}
     assert record["runs"] > 1 and result.stdout.count("begins ['--its', 'own']") == 1
     assert not (tmp_path / "weights.pt").exists() and result.stderr.count("--keep saves") == 1
-    assert rows["cache"]["kept"] and rows["cache"]["low"] > 1 and record["plan"] == {"cache": "ram"}
-    assert "dataset = Kept(dataset)" in result.stdout and "zero_grad" in rows
+    assert (rows["cache"]["kept"] or rows["workers"]["kept"]) and {"cache", "workers"} & record["plan"].keys()
+    assert record["in_words"] and "    " + record["in_words"][-1] in result.stdout and "zero_grad" in rows
     assert rows["channels_last"]["why"] == "the model has no two-dimensional convolution"
     assert "A step of script.py is" in result.stdout.splitlines()[-1]
     assert "script.py" in (tmp_path / "seen" / "report.html").read_text()
