@@ -118,7 +118,7 @@ class Attention:
         if self.loop.hardware.device.type == "cuda":
             why = why_not_around(self.loop.forwards)
             if not any("attention" in name for name in self.loop.operators):
-                why = "no attention was computed in the step that was looked at"
+                why = "no kernel of attention ran in the step that was looked at"
             for kernel in ("cudnn", "flash"):
                 yield "attention", {"attention": kernel}, why
 
