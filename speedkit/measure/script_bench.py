@@ -39,6 +39,7 @@ class Bench:
         self.learning: Learning
         self.stack = contextlib.ExitStack()
         self.runs = 0
+        self.process = os.getpid()
         self.first: ScriptProfile | None = None  # of the run that was profiled
         self.compiled = False  # by the script itself
         self.gradients = Gradients()
@@ -74,6 +75,8 @@ class Bench:
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         profile = self.seen.loop
+        if os.getpid() != self.process:  # a fork of the script's trains, without the tuning's thread
+            return
         if not self.in_time():
             raise SystemExit(0)
         if profile is None or stepped is not profile.optimizer:
@@ -111,7 +114,7 @@ class Bench:
 
     def close(self) -> None:
         """Leave the loop as the script has it, and let go of it."""
-        if self.loop is not None:
+        if self.loop is not None and os.getpid() == self.process:
             with contextlib.suppress(Exception):  # of weights that are on their way out
                 self.apply({})
             self.loop.feed.close()

@@ -91,6 +91,11 @@ import builtins, os, sys
 builtins.print = lambda *words, **_: sys.stdout.write("mine")
 child = os.fork()
 if child == 0:
+    import torch
+    w = torch.nn.Linear(4, 4)
+    o = torch.optim.SGD(w.parameters(), 0.1)
+    for i in range(100):
+        w(torch.randn(2, 4)).sum().backward(), o.step(), o.zero_grad()
     sys.exit(0)
 os.waitpid(child, 0)
 """
@@ -282,3 +287,44 @@ def test_sentences_tell_what_was_kept_and_what_not_and_the_headline_is_last():
     assert sentences[-1] == "A step of a.py is 1.50 times as fast (1.40 to 1.60, 99 %) with precision=bf16."
     nothing = in_sentences(record | {"plan": {}, "optimizations": [none]})
     assert nothing[-1] == "Nothing that was tried makes a.py faster: it stays as it is."
+
+
+FRAMEWORKS = {
+    "lightning": """
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+lightning.Trainer(max_epochs=3, **options).fit(Model(), torch.utils.data.DataLoader(Clips(), 8))
+""",
+    "accelerate": """
+import accelerate
+accelerator = accelerate.Accelerator(cpu=True)
+net, optimizer, loader = accelerator.prepare(net, optimizer, torch.utils.data.DataLoader(Clips(), 8))
+for _ in range(3):
+    for inputs, labels in loader:
+        accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
+        optimizer.step(), optimizer.zero_grad()
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_in_a_framework_the_same_is_found_and_told_in_its_words(name, tmp_path):
+    pytest.importorskip(name)
+    result = run(tmp_path, SLOW.partition('print("begins"')[0] + FRAMEWORKS[name], *TUNE)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "seen" / "tune.json").read_text())
+    assert record["framework"].lower() == name and {"cache", "workers"} & record["plan"].keys(), record
+    assert not list(tmp_path.rglob("*.ckpt"))
