@@ -76,6 +76,8 @@ class Bench:
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         profile = self.seen.loop
         if os.getpid() != self.process:  # a fork of the script's trains, without the tuning's thread
+            if profile is not None:
+                profile.observation.close()  # a second profiler may hang in a fork
             return
         if not self.in_time():
             raise SystemExit(0)

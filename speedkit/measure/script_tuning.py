@@ -26,10 +26,11 @@ from speedkit.measure.timeline import OPTIMIZER
 from speedkit.measure.turns import Pairs, measure_pairs
 from speedkit.train.compile import COMPILING_S
 
-TRYING_SHARE = 0.75  # of budget and steps: nothing is begun after that
+TRYING_SHARE = 0.7  # of budget and steps: nothing is begun after that
 TURNS_SHARE = 0.12  # of what there is, that the turns of a candidate may take
 LARGE_SHARE = 0.3  # where it makes much of a difference and is still undecided
 FINAL_PAIRS = 40
+FINAL_SHARE = 0.2  # of the budget at least
 HARD_LIMIT = 1.5  # times the budget: the script is ended there
 WARM_UP = 3  # steps, beside those for which a loader has batches ready
 MEMORY_STEPS = 2
@@ -231,7 +232,7 @@ class Tuning:
 
     def _finally(self) -> None:
         tell(f"all that was kept, against the script as it is: {text(self.kept)}")
-        share = 1 - self._spent()
+        share = max(FINAL_SHARE, 1 - self._spent())
         pairs = self._compare({}, self.kept, share, pairs=FINAL_PAIRS, looks=(), confirm=False)
         self.speedup = {**vars(pairs.interval), "decision": pairs.decision, "pairs": len(pairs.seconds_a)}
 

@@ -43,6 +43,8 @@ def headline_of_script(record: Row) -> str:
     kept = text(record["plan"])
     if speedup["ratio"] is None:
         return f"Kept by single comparisons: {kept}; for all of it against {script} as it is no time was left."
+    if speedup["decision"] == "undecided":
+        return f"Kept by single comparisons: {kept}; for all of it against {script} as it is nothing was decided."
     ratio = f"{speedup['ratio']:.2f} times as fast {interval_text(speedup)}"
     told = "" if speedup["decision"] == "faster" else f": {speedup['decision']}"
     return f"A step of {script} is {ratio} with {kept}{told}."
