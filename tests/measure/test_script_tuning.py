@@ -63,10 +63,11 @@ def test_a_slow_loader_is_told_in_a_script_that_is_run_again_silently_and_saves_
     rows = {row["optimization"]: row for row in record["optimizations"]}
     assert record["runs"] > 1 and result.stdout.count("begins ['--its', 'own']") == 1
     assert not (tmp_path / "weights.pt").exists() and result.stderr.count("--keep saves") == 1
-    assert (rows["cache"]["kept"] or rows["workers"]["kept"]) and {"cache", "workers"} & record["plan"].keys()
-    assert record["in_words"] and "    " + record["in_words"][-1] in result.stdout and "zero_grad" in rows
+    assert rows["cache"]["ratio"] > 1 and rows["cache"]["decision"] in ("faster", "undecided")  # as the machine is busy
+    assert rows["cache"]["kept"] == ("cache" in record["plan"]) and "zero_grad" in rows
+    assert bool(record["in_words"]) == bool(record["plan"]) == ("In PyTorch:" in result.stdout)
     assert rows["channels_last"]["why"] == "the model has no two-dimensional convolution"
-    assert "script.py as it is" in result.stdout.splitlines()[-1] or "A step of" in result.stdout.splitlines()[-1]
+    assert "script.py" in result.stdout.splitlines()[-1]
     assert "script.py" in (tmp_path / "seen" / "report.html").read_text()
 
 
@@ -321,5 +322,7 @@ def test_in_a_framework_the_same_is_found_and_told_in_its_words(name, tmp_path):
     result = run(tmp_path, SLOW.partition('print("begins"')[0] + FRAMEWORKS[name], *TUNE)
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "seen" / "tune.json").read_text())
-    assert record["framework"].lower() == name and {"cache", "workers"} & record["plan"].keys(), record
+    assert record["framework"].lower() == name
+    measured = {row["optimization"]: row["ratio"] for row in record["optimizations"]}
+    assert measured["cache"] > 1
     assert not list(tmp_path.rglob("*.ckpt"))
