@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from click.core import ParameterSource
 
 from speedkit import __version__
-from speedkit.config import settings_of
+from speedkit.config import from_mapping, settings_of
 from speedkit.ending import run_command, say
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
@@ -122,7 +123,9 @@ def warn_if_busy(device: str) -> None:
         click.echo(hint, err=True)
 
 
-@commands.command(params=[WORKLOAD, *RUN])
+@commands.command(cls=WorkloadOrScript, params=[*RUN])
+@click.argument("workload", metavar="WORKLOAD | SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.option("--budget", "budget_s", type=seconds, default="4m", metavar="TIME", help="time for all of it")
 @click.option("--optimizations", type=names_in, metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
@@ -130,8 +133,18 @@ def warn_if_busy(device: str) -> None:
     "--horizon", type=click.IntRange(1), help="steps by which compiling has to pay (the recipe's; on a GPU 20000)"
 )
 @click.option("--notebook/--no-notebook", default=True, help="also write tune.ipynb")
-def tune(workload: str, notebook: bool, **values: Any) -> None:
-    """Try every optimization on WORKLOAD and keep what is proven; leave the plan, the record and a report."""
+@click.option("--keep", is_flag=True, help="let the SCRIPT save its weights, which a tuning leaves of no use")
+def tune(workload: str, arguments: tuple[str, ...], notebook: bool, **values: Any) -> None:
+    """Try every optimization on WORKLOAD and keep what is proven; leave the plan, the record and a report.
+
+    Of a SCRIPT, whose name ends in .py, nothing is edited: what can be switched between two of its steps takes turns.
+    The arguments behind it are its own.
+    """
+    if workload.endswith(".py"):
+        tune_script(Path(workload), arguments, values)
+        return
+    refuse_arguments(arguments)
+    refuse_options_of_scripts("keep")
     from speedkit.lab.frameworks import read_table
     from speedkit.lab.report import in_short, write_report
     from speedkit.lab.tuning import tune as tune_workload
@@ -171,6 +184,51 @@ def tune(workload: str, notebook: bool, **values: Any) -> None:
     click.echo("\n".join(in_short(record)))
     if record["quality"]["decision"] == "worse":
         raise SpeedkitError("the final plan learns worse than plain PyTorch, and nothing can be taken out of it")
+
+
+def tune_script(script: Path, arguments: tuple[str, ...], values: Values) -> None:
+    """Tune a script. Raises UsageError for an option that only a workload has."""
+    from speedkit.lab.frameworks import change_in_words, lines_of
+    from speedkit.lab.patches import patch_of
+    from speedkit.lab.report import write_script_report
+    from speedkit.measure import script_tune
+    from speedkit.measure.script_places import recorded_places
+
+    def finish(folder: Path, record: Values, seen: Any) -> list[str]:
+        """Write report and patch beside tune.json; return how to apply it, and what it leaves to the author."""
+        write_script_report(record, folder / "report.html", command=sys.argv[1:])
+        patch = patch_of(
+            script,
+            record["plan"],
+            record["framework"],
+            places,
+            optimizers=list(dict.fromkeys(seen.optimizers)),
+            loader=seen.loop.loader,
+            models=seen.loop.models,
+        )
+        told = [f"tune.json and report.html are in {folder}", *patch.by_hand]
+        if patch.diff:
+            diff = folder.resolve() / "tune.diff"
+            diff.write_bytes(patch.diff)
+            told.append(f"the lines for it: git -C {shlex.quote(str(patch.root))} apply {shlex.quote(str(diff))}")
+        return told
+
+    refuse_options_of_workloads(script, "budget_s", "steps", "keep")
+    steps = None
+    if values["steps"] is not None:
+        steps = from_mapping(Recipe, {"epochs": None, "steps": values["steps"]}).steps
+    with recorded_places(script.parent) as places:
+        script_tune.tune_script(
+            script,
+            arguments,
+            values["out"],
+            in_words=change_in_words,
+            lines=lines_of,
+            budget_s=values["budget_s"],
+            steps=steps,
+            keep=values["keep"],
+            finish=finish,
+        )
 
 
 @commands.command(cls=WorkloadOrScript, params=[PLAN, *RUN, *field_options(Plan)])
@@ -241,6 +299,14 @@ def refuse_options_of_workloads(script: str | Path, *own: str) -> None:
         is_typed = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
         if is_typed and option.expose_value and option.name not in ("workload", "arguments", "out", *own):
             raise UsageError(f"{option.opts[0]} is for a workload, and {script} says what it trains: leave it out")
+
+
+def refuse_options_of_scripts(*names: str) -> None:
+    """Raise UsageError where an option was typed that only a script has: one of `names`."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{option.opts[0]} is for a script, NAME.py: leave it out")
 
 
 def refuse_arguments(arguments: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ import math
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from speedkit.config import from_mapping
 from speedkit.plan import Plan
@@ -68,14 +69,26 @@ def in_words(plan: Plan, recipe: Recipe) -> dict[str, str]:
 def change_in_words(change: str, framework: str) -> str:
     """Return what a framework calls a `change`, `field=value, ...`; "" where that is no field of a plan."""
     fields = {field: value for field, value in CHANGE.findall(change) if field in vars(Plan())}
-    plan = from_mapping(Plan, fields)
+    return "; ".join(words_of(fields, framework, advice="", kept="keep each sample that was made"))
+
+
+def lines_of(fields: dict[str, Any], framework: str) -> list[str]:
+    """Return the lines that do in a framework what changed `fields` of a plan do, or one that no plan has."""
+    lines = merge_calls(words_of(fields, framework, advice="# ", kept=KEPT))
+    if fields.get("set_to_none"):
+        lines.append("optimizer.zero_grad(set_to_none=True)")
+    return [line for words in lines for line in words.splitlines()]
+
+
+def words_of(fields: dict[str, Any], framework: str, *, advice: str, kept: str) -> list[str]:
+    """Return a framework's words for `fields`, or advice, which begins with `advice`; `kept` are those of a cache."""
+    plan = from_mapping(Plan, {field: value for field, value in fields.items() if field in vars(Plan())})
     words = []
     for row in rows_for(plan, set(fields)):
-        word = row[framework] or row["otherwise"]
+        word = row[framework] or (row["otherwise"] and advice + row["otherwise"])
         if word and (row["field"] in fields or row["needs"] in fields):
-            value = getattr(plan, row["field"])
-            words.append(word.format(**vars(plan), value=value, kept="keep each sample that was made"))
-    return "; ".join(words)
+            words.append(word.format(**vars(plan), value=getattr(plan, row["field"]), kept=kept))
+    return words
 
 
 def read_table() -> list[dict[str, str]]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import jinja2
 
-from speedkit import files
+from speedkit import display, files
 from speedkit.config import settings_of
 from speedkit.lab.frameworks import in_words
 from speedkit.measure import words
 from speedkit.measure.extras import missing_extra
 from speedkit.measure.optimizations import changed
+from speedkit.measure.script_words import headline_of_script
 from speedkit.measure.words import in_short, left_out, quality_in_words
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -36,9 +37,7 @@ def write_report(
     takes. Without matplotlib the page has no pictures, and says so. All that is text in the record is escaped: it may
     quote a file's name, an error, or come from another machine.
     """
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.get_template("report.html.j2").render(
+    page = template("report.html.j2").render(
         record=record,
         words=words,
         quote=shlex.quote,
@@ -56,6 +55,29 @@ def write_report(
     )
     files.write_text(out, page)
     return Path(out)
+
+
+def template(name: str) -> jinja2.Template:
+    """Return a template of this folder, in which all that is filled in is escaped."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
+
+
+def write_script_report(record: Row, out: str | Path, *, command: Sequence[str] = ()) -> None:
+    """Write the record of a script's tuning as a page to `out`: each optimization as a bar, with its interval."""
+    tried = [row for row in record["optimizations"] if row["ratio"] is not None]
+    rest = [row for row in record["optimizations"] if row["ratio"] is None]
+    longest = max((row["high"] for row in (*tried, record["speedup"]) if row["high"]), default=1.0)
+    page = template("script_report.html.j2").render(
+        record=record,
+        headline=headline_of_script(record),
+        tried=[(row, display.bar(row["low"] / longest, row["high"] / longest)) for row in tried],
+        rest=rest,
+        words=words,
+        command=command,
+        quote=shlex.quote,
+    )
+    files.write_text(out, page)
 
 
 def pictures(record: Row) -> dict[str, str]:

@@ -130,11 +130,9 @@ class ScriptProfile:
             return ""
         steps = len(self.optimizers) + (self.loop.steps if self.loop else 0)
         if not steps and self.backwards:
-            by_itself = (
-                "updates its weights by itself, as by p.data -= ...: a profile takes an optimizer of torch.optim"
-            )
+            by_itself = "updates its weights by itself, as by p.data -= ...: speedkit takes an optimizer of torch.optim"
             return f"makes {self.backwards} backward passes and {by_itself}"
-        where = "where another process trains, profile the script of that one"
+        where = "where another process trains, name the script of that one"
         return f"made {steps} optimizer steps here, too few to see where their time goes; {where}"
 
 
@@ -198,32 +196,49 @@ def profile_script(
     has a folder in `out`. A script that fails or exits does so as ever, after the breakdown of what ran. Raises
     UsageError where there is no such script.
     """
-    if not path.is_file():
-        raise UsageError(f"there is no script {path}: name a file, with its own arguments after it")
+    check_script(path)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         out /= f"rank{os.environ['RANK']}"
     folder = claim_folder(out, "profile")
     seen = ScriptProfile(folder, hang_s, stop=stop)
-    here = os.getpid()
 
     def conclude() -> None:
-        if os.getpid() != here:  # a fork of the script's
-            return
         if why := seen.too_few():
             print(f"speedkit: {path} {why}", file=sys.stderr, flush=True)
             return
         report(seen, path, in_words=in_words, ranks=ranks, against=against)
 
+    with as_python(path, arguments, conclude), seen.installed():
+        runpy.run_path(str(path), run_name="__main__")
+
+
+def check_script(path: Path) -> None:
+    """Raise UsageError where there is no script `path`."""
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}: name a file, with its own arguments after it")
+
+
+@contextlib.contextmanager
+def as_python(path: Path, arguments: Sequence[str], conclude: Callable[[], None]) -> Iterator[None]:
+    """Let a script run inside as Python would run it; `conclude` is called when it ends, also by os._exit.
+
+    A script that fails or exits does so as ever, after that.
+    """
+    here = os.getpid()
+
+    def concluded() -> None:
+        if os.getpid() == here:  # and no fork of the script's
+            conclude()
+
     try:
         with (
             patch.object(sys, "argv", [str(path), *arguments]),
             patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
-            patch.object(os, "_exit", after(conclude, os._exit)),
+            patch.object(os, "_exit", after(concluded, os._exit)),
             pythons_signals(),
-            seen.installed(),
         ):
-            runpy.run_path(str(path), run_name="__main__")
+            yield
     except Exception as error:
         frame = error.__traceback__
         while frame and frame.tb_frame.f_code.co_filename != str(path):
@@ -231,7 +246,7 @@ def profile_script(
         traceback.print_exception(type(error), error, frame)
         raise SystemExit(1) from error
     finally:
-        conclude()
+        concluded()
 
 
 def after(first: Callable[[], None], leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:

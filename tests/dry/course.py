@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import re
+import runpy
 import tempfile
 import traceback
 from pathlib import Path
@@ -22,8 +23,12 @@ from speedkit.dry.counts import LAUNCHED, counted, library
 from speedkit.lab.workloads import audio, load_workload
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import this_machine
+from speedkit.measure.optimizations import text
 from speedkit.measure.predict import FUSED
 from speedkit.measure.profile import profile
+from speedkit.measure.script import ScriptProfile
+from speedkit.measure.script_bench import Bench
+from speedkit.measure.script_turns import Turns
 from speedkit.plan import PRESETS
 from speedkit.train import setup
 from speedkit.train.fit import fit
@@ -374,3 +379,67 @@ def seen_of_a_loop(read_every):
                 loss.item()
     facts = seen.breakdown.facts
     return facts.audited, [(sync.code, sync.count) for sync in facts.syncs]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 24, 3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        parts = self.convolution(inputs).flatten(2).transpose(1, 2).contiguous().unflatten(2, (3, 8)).transpose(1, 2)
+        return self.head(nn.functional.scaled_dot_product_attention(*parts.split(1, 1)).mean((1, 2)))
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,)))
+for _ in range(1000):
+    for inputs, labels in torch.utils.data.DataLoader(data, 8):
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(net(inputs.to("cuda")), labels.cuda()).backward()
+        optimizer.step()
+"""
+
+
+def switched_in_a_script():
+    """Each change that can be tried in a script on this GPU: why it is not, or what it left that is not as before."""
+    found = {}
+
+    def left():
+        weight = next(iter(bench.loop.optimizers[0].state))
+        step = bench.loop.optimizers[0].state[weight]["step"].device.type
+        switches = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+        return weight.stride(), step, switches, torch.Tensor.to, bench.loop.forwards[0].compiled
+        yield
+
+    def tuning():
+        turns.ask(bench.count)
+        before = turns.ask(left)
+        for _, fields, why in turns.ask(bench.candidates):
+            if not why:
+                try:
+                    turns.ask(functools.partial(bench.turn, fields, 2))
+                except Exception as error:
+                    why = f"it failed: {error}"
+                turns.ask(functools.partial(bench.turn, {}, 2))
+                now = turns.ask(left)
+                why += "".join(f"left {new}" for old, new in zip(before, now, strict=True) if old != new)
+            found[text(fields)] = why
+
+    turns = Turns(tuning)
+    bench = Bench(turns, lambda: True)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        script.write_text(SCRIPT)
+        seen = ScriptProfile(Path(folder), 1e6, stop=False)
+        seen.answered = True
+        with contextlib.suppress(SystemExit), seen.installed(), bench.installed(seen):
+            runpy.run_path(str(script))
+    if turns.error is not None:
+        raise turns.error
+    return found

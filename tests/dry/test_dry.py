@@ -200,6 +200,15 @@ def test_what_a_loop_reads_every_fifty_steps_is_found_by_a_profile_at_its_line()
     assert 50 <= audited <= 100 and syncs == [("loss.item()", audited // 50)]
 
 
+@pytest.mark.slow
+def test_each_switch_of_a_script_is_switched_on_a_gpu_and_leaves_all_as_it_was():
+    found = run("course:switched_in_a_script", COUNTED_ON["sm_80"])
+    assert {"precision=tf32", "pin_memory=True", "compile=reduce-overhead", "attention=flash"} <= found.keys()
+    attention = found.pop("attention=cudnn")  # which the stand-in has not: the others stand in for it
+    assert not any(found.values()), found
+    assert "left" not in attention
+
+
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_training_goes_on():
     small = COUNTED_ON["sm_75"]._replace(mib=580)  # of which CUDA itself takes 550
     row = run("course:courses", small, name="text", plans={"baseline": {}})["baseline"]

@@ -63,6 +63,8 @@ def is_current(checkout):
         ("upkeep.py", False),
         ("lab/figures.py", False),
         ("measure/words.py", False),
+        ("measure/script.py", False),
+        ("measure/stats.py", True),
         ("plan.py", True),
         ("train/loop.py", True),
         ("lab/workloads/audio.py", True),

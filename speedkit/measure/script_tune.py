@@ -1,0 +1,207 @@
+"""Run a script that nobody edits, tune its loop meanwhile, and leave `tune.json`: what each optimization gave."""
+
+import contextlib
+import io
+import math
+import os
+import runpy
+import sys
+from builtins import print  # to which a script may give another meaning
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.optim import optimizer
+
+from speedkit.errors import UsageError
+from speedkit.files import claim_folder, finite, write_json
+from speedkit.machine import this_machine
+from speedkit.measure.optimizations import Change
+from speedkit.measure.script import ScriptProfile, as_python, check_script
+from speedkit.measure.script_tuning import Row, Tuning, tell
+from speedkit.measure.script_turns import NewRun, SwitchFailed
+from speedkit.measure.script_words import in_sentences
+
+NEVER_S = 1e6  # without a step, before it is told where a script hangs: it stands still while a tuning thinks
+SAVERS = {  # what writes weights: module, and name in it
+    "torch": "save",
+    "safetensors.torch": "serialize_file",
+    "lightning.fabric.plugins.io.torch_io": "TorchCheckpointIO.save_checkpoint",
+    "lightning_fabric.plugins.io.torch_io": "TorchCheckpointIO.save_checkpoint",
+}
+
+
+class ScriptTuning:
+    """A script that is run, and run again where its loop was too short, until its tuning has decided everything."""
+
+    def __init__(self, path: Path, tuning: Tuning, *, keep: bool) -> None:
+        self.path = path
+        self.tuning = tuning
+        self.keep = keep
+        self.seen: ScriptProfile
+        self.unsaved: list[str] = []
+
+    def run(self, folder: Path) -> None:
+        """Run the script until the tuning is over. Raises what the script raises by itself."""
+        folder_here = os.getcwd()
+        process_here = os.getpid()
+        while True:
+            os.chdir(folder_here)
+            self.seen = ScriptProfile(folder, NEVER_S, stop=False)
+            self.seen.answered = True  # in the end
+            steps = self.tuning.turns.steps
+            try:
+                with (
+                    self._saves(),
+                    said_once(self.tuning.bench.runs),
+                    self.seen.installed(),
+                    self.tuning.bench.installed(self.seen),
+                ):
+                    runpy.run_path(str(self.path), run_name="__main__")
+                ended: BaseException | None = None
+            except (Exception, SystemExit) as error:
+                ended = error
+            if os.getpid() != process_here or not self._again(ended, self.tuning.turns.steps - steps):
+                if ended is not None:
+                    raise ended
+                return
+
+    def _again(self, ended: BaseException | None, steps: int) -> bool:
+        """Return whether the script has to be run again, after a run with so many `steps` that was `ended`."""
+        tuning = self.tuning
+        turns = tuning.turns
+        bench = tuning.bench
+        plan = bench.plan
+        bench.plan = {}
+        if turns.decided or turns.over or bench.first is None:
+            return False
+        if isinstance(ended, Exception) and not self._is_of_unsaved(ended):
+            if plan:
+                turns.interrupt(SwitchFailed(f"{type(ended).__name__}: {ended}"))
+                return True
+            if bench.runs == 1 or steps:
+                return False
+        if not steps:
+            ending = f" ({type(ended).__name__}: {ended})" if ended is not None else ""
+            tuning.notes.append(f"the script cannot be run twice in one process{ending}, and its loop was too short")
+            raise SystemExit(0)
+        if bench.runs == 1:
+            tuning.run_steps = steps
+            tell("the loop was over before all was decided: the script is run again, silently, as often as it takes")
+        turns.interrupt(NewRun())
+        return True
+
+    def _is_of_unsaved(self, error: Exception) -> bool:
+        """Return whether a script looks for weights that it would have saved."""
+        return isinstance(error, FileNotFoundError) and str(error.filename) in self.unsaved
+
+    def record(self, in_words: Callable[[str, str], str], lines: Callable[[Change, str], list[str]]) -> Row:
+        """Return what `tune.json` holds."""
+        tuning = self.tuning
+        profile = self.seen.loop
+        framework = self.seen.framework
+        return {
+            "script": self.path.name,
+            "framework": framework,
+            "device": this_machine(str(profile.device) if profile is not None else "auto").name,
+            "steps": tuning.turns.steps,
+            "runs": tuning.bench.runs,
+            "step_s": tuning.step_s,
+            "optimizations": [row | {"in_words": in_words(row["change"], framework)} for row in tuning.rows],
+            "plan": tuning.kept,
+            "in_words": lines(tuning.kept, framework),
+            "speedup": tuning.speedup,
+            "notes": tuning.notes,
+        }
+
+    # ---- what it would save ----
+
+    @contextlib.contextmanager
+    def _saves(self) -> Iterator[None]:
+        """Let no weights be written inside: what trains there is no training that anybody wants."""
+        if self.keep:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            left = set(SAVERS)
+
+            def skip_those_imported(*_: Any) -> None:
+                for module in left & sys.modules.keys():
+                    left.remove(module)
+                    self._skip(module, stack)
+
+            skip_those_imported()
+            stack.callback(optimizer.register_optimizer_step_pre_hook(skip_those_imported).remove)
+            yield
+
+    def _skip(self, module: str, stack: contextlib.ExitStack) -> None:
+        *path, name = SAVERS[module].split(".")
+        owner: Any = sys.modules[module]
+        for part in path:
+            owner = getattr(owner, part)
+        save = getattr(owner, name)
+
+        def skipped(*args: Any, **kwargs: Any) -> Any:
+            """Write nothing to a file."""
+            if any(isinstance(word, io.BytesIO) for word in args):
+                return save(*args, **kwargs)
+            if not self.unsaved:
+                tell("the script saves nothing while it is tuned, for what it learns there is of no use; --keep saves")
+            self.unsaved += [str(word) for word in args if isinstance(word, (str, os.PathLike))]
+            return None
+
+        stack.enter_context(patch.object(owner, name, skipped))
+
+
+@contextlib.contextmanager
+def said_once(runs: int) -> Iterator[None]:
+    """Let a script, after so many `runs`, say nothing again inside."""
+    if not runs:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def tune_script(
+    path: Path,
+    arguments: Sequence[str],
+    out: Path,
+    *,
+    in_words: Callable[[str, str], str],
+    lines: Callable[[Change, str], list[str]],
+    budget_s: float,
+    steps: int | None = None,
+    keep: bool = False,
+    finish: Callable[[Path, Row, ScriptProfile], list[str]] | None = None,
+) -> None:
+    """Run the script at `path` with its own `arguments`, try in its loop what can be switched between two steps.
+
+    Leaves `out`/tune.json. `in_words` tells how a framework spells a change, `lines` how it spells a whole plan. It
+    takes about `budget_s`, and at most so many `steps`; `keep` lets the script save its weights. `finish` gets the
+    folder, the record and what was seen of the script, and returns what else is to be said. A script that fails does so
+    as ever. Raises UsageError where there is no such script, or it is one of several ranks.
+    """
+    check_script(path)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("a script is tuned in one process: start it without torchrun, then train by what was found")
+    folder = claim_folder(out, "tune")
+    job = ScriptTuning(path, Tuning(budget_s, steps or math.inf), keep=keep)
+
+    def conclude() -> None:
+        job.tuning.turns.close()
+        if job.tuning.turns.error is not None:
+            raise job.tuning.turns.error
+        if not job.tuning.rows:
+            tell(f"{path} {job.seen.too_few() or 'was over before anything was tried: give it a longer --budget'}")
+            return
+        record = job.record(in_words, lines)
+        write_json(folder / "tune.json", finite(record))
+        told = in_sentences(record)
+        if finish is not None:
+            told += finish(folder, record, job.seen)
+        print("\n".join(told), flush=True)
+
+    with as_python(path, arguments, conclude):
+        job.run(folder)

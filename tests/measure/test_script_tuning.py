@@ -1,0 +1,328 @@
+"""`speedkit tune SCRIPT`: scripts run as Python would run them, planted costs are found, and nothing is left behind."""
+
+import json
+import queue
+import threading
+
+import psutil
+import pytest
+import torch
+from processes import python
+from torch import nn
+
+from speedkit.errors import UsageError
+from speedkit.machine import this_machine
+from speedkit.measure.profile import LoopProfile
+from speedkit.measure.script_feed import Feed
+from speedkit.measure.script_forward import Forward
+from speedkit.measure.script_learning import AHEAD, STEPS, Learning
+from speedkit.measure.script_tune import tune_script
+from speedkit.measure.script_turns import NewRun, Over, Turns
+from speedkit.measure.script_updates import Gradients, MemoryFormat, Update
+from speedkit.measure.script_words import in_sentences
+
+SLOW = """
+import sys, time, torch
+from torch import nn
+torch.manual_seed(0)
+
+class Clips(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.full((32,), index % 7.0), index % 2
+
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(net.parameters())
+print("begins", sys.argv[1:], sys.stdin.read())
+for _ in range(3):
+    for inputs, labels in torch.utils.data.DataLoader(Clips(), 8):
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(net(inputs), labels).backward()
+        optimizer.step()
+torch.save(net.state_dict(), "weights.pt")
+torch.load("weights.pt")
+"""
+STEPS_OF = "import torch\nw = torch.nn.Linear(4, 4)\no = torch.optim.SGD(w.parameters(), 0.1)\nfor i in range(400):\n"
+STEPS_OF += "    w(torch.randn(2, 4)).sum().backward(), o.step(), o.zero_grad()\n"
+BY_ITSELF = STEPS_OF.replace("o.step()", "w.weight.data.sub_(0.1 * w.weight.grad)")
+TUNE = ("-m", "speedkit", "tune", "--out", "seen", "--budget", "60s")
+
+
+def run(folder, source, *command, **variables):
+    (folder / "script.py").write_text(source)
+    return python(*command, "script.py", "--its", "own", folder=folder, **variables)
+
+
+def test_a_slow_loader_is_told_in_a_script_that_is_run_again_silently_and_saves_nothing(tmp_path):
+    result = run(tmp_path, SLOW, *TUNE)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "seen" / "tune.json").read_text())
+    rows = {row["optimization"]: row for row in record["optimizations"]}
+    assert record["runs"] > 1 and result.stdout.count("begins ['--its', 'own']") == 1
+    assert not (tmp_path / "weights.pt").exists() and result.stderr.count("--keep saves") == 1
+    assert rows["cache"]["ratio"] > 1 and rows["cache"]["decision"] in ("faster", "undecided")  # as the machine is busy
+    assert rows["cache"]["kept"] == ("cache" in record["plan"]) and "zero_grad" in rows
+    assert bool(record["in_words"]) == bool(record["plan"]) == ("In PyTorch:" in result.stdout)
+    assert rows["channels_last"]["why"] == "the model has no two-dimensional convolution"
+    assert "script.py" in result.stdout.splitlines()[-1]
+    assert "script.py" in (tmp_path / "seen" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        (STEPS_OF.replace("400", "40") + "raise ValueError('planted')", 1, ("line 6", "ValueError: planted")),
+        (STEPS_OF.replace("400", "1") + "raise SystemExit(3)", 3, ("script.py made 1 optimizer steps",)),
+        (BY_ITSELF + "raise SystemExit(4)", 4, ("script.py makes 400 backward passes", "p.data -= ...")),
+        (STEPS_OF.replace("400", "35") + "import os; os._exit(7)", 7, ()),
+    ],
+    ids=["fails", "one step", "updates by itself", "leaves at once"],
+)
+def test_a_script_that_fails_or_exits_does_so_as_ever(source, code, words, tmp_path):
+    result = run(tmp_path, source, *TUNE)
+    assert result.returncode == code and all(word in result.stderr for word in words), result.stderr
+    assert "speedkit/" not in result.stderr and "runpy" not in result.stderr
+
+
+ODD = """
+import builtins, os, sys
+builtins.print = lambda *words, **_: sys.stdout.write("mine")
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+"""
+ODD_END = """
+o = torch.optim.SGD(w.parameters(), 0.1)
+for i in range(5):
+    w(torch.randn(2, 4)).sum().backward(), o.step()
+"""
+
+
+def test_a_script_that_forks_prints_otherwise_and_has_a_second_loop_is_tuned(tmp_path):
+    result = run(tmp_path, ODD + STEPS_OF + ODD_END, *TUNE, "--steps", "700")
+    assert result.returncode == 0 and "mine" not in result.stdout, result.stderr
+    record = json.loads((tmp_path / "seen" / "tune.json").read_text())
+    assert record["steps"] <= 700 and result.stdout.count("script.py") >= 1
+    assert {row["optimization"] for row in record["optimizations"]} >= {"workers", "precision", "compile"}
+
+
+def test_what_cannot_be_tuned_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    options = {"in_words": str, "lines": list, "budget_s": 1.0}
+    with pytest.raises(UsageError, match="there is no script"):
+        tune_script(tmp_path / "none.py", [], tmp_path / "out", **options)
+    (tmp_path / "script.py").write_text(STEPS_OF)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="start it without torchrun"):
+        tune_script(tmp_path / "script.py", [], tmp_path / "out", **options)
+    for words, refused in (
+        (("--seeds", "3", "script.py"), "--seeds is for a workload"),
+        (("--keep", "audio"), "--keep is for a script"),
+    ):
+        result = python("-m", "speedkit", "tune", *words, folder=tmp_path)
+        assert result.returncode == 2 and refused in result.stderr and result.stderr.count("\n") == 1
+
+
+def loop_of(net, optimizer, loader=None):
+    """A loop as a profile has found it, without its closer look."""
+    return LoopProfile([net], optimizer, loader, compiled=False)
+
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+def test_another_loader_gives_an_epoch_as_many_batches_and_its_workers_stand_still_between_turns():
+    net = nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(Items(), 8)
+    loop = loop_of(net, torch.optim.SGD(net.parameters()), loader)
+    loaders = {}
+    feed = Feed(loop, loaders, this_machine("cpu"))
+    with feed.installed():
+        for wanted in ({}, {"workers": 2, "persistent_workers": True}, {"cache": "ram"}):
+            batches = iter(loader)
+            loaders[id(batches)] = loader
+            feed.set(wanted)
+            assert sorted(row[0].item() for batch in batches for row in batch) == [float(index) for index in range(40)]
+        workers = [psutil.Process(process.pid) for process in next(iter(feed.streams.values()))._workers]
+        assert [worker.status() for worker in workers] == [psutil.STATUS_STOPPED] * 2
+        feed.close()
+        psutil.wait_procs(workers, 10)
+        assert not any(worker.is_running() for worker in workers)
+
+
+def test_a_forward_pass_that_fails_under_a_switch_is_made_without_and_told():
+    net = nn.Linear(4, 1)
+    net._compiled_call_impl = net._call_impl
+    forward = Forward(net, loop_of(net, torch.optim.SGD(net.parameters())).timeline)
+    expected = net(torch.ones(2, 4))
+
+    def broken(*_):
+        raise RuntimeError("planted")
+
+    forward.compiled = broken
+    assert torch.equal(net(torch.ones(2, 4)), expected) and str(forward.failure) == "planted"
+    forward.compiled = None
+    forward.contexts["precision"] = lambda: torch.autocast("cpu", torch.bfloat16)
+    half = net(torch.ones(2, 4))
+    assert half.dtype == torch.float32 and torch.equal(half, half.bfloat16().float())
+    with torch.no_grad():
+        assert torch.equal(net(torch.ones(2, 4)), expected), "an evaluation stays as it is"
+    with pytest.raises(RuntimeError, match="mat1"):
+        forward.contexts.clear()
+        net(torch.ones(2, 5))
+
+
+def test_switches_of_updates_leave_what_is_learned_and_are_taken_back():
+    weights, states = [], []
+    for switched in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
+        optimizer = torch.optim.AdamW(net.parameters())
+        gradients = Gradients()
+        switches = [Update([optimizer]), MemoryFormat([net], [optimizer]), gradients]
+        zero_grad = gradients.seen(torch.optim.Optimizer.zero_grad)
+        assert [next(switch.candidates())[2] for switch in switches[:2]] == ["", ""]
+        for step in range(6):
+            zero_grad(optimizer, set_to_none=False)
+            net(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+            if switched and step in (1, 3):
+                for switch in switches:
+                    switch.set({switch.fields[0]: True} if step == 1 else {})
+        weights.append([weight.detach().clone() for weight in net.parameters()])
+        states.append((optimizer.param_groups[0]["fused"], optimizer.defaults["fused"], net[0].weight.stride()))
+        assert gradients.asked and next(gradients.candidates())[1] == {"set_to_none": True}
+    assert states[0] == states[1]
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*weights, strict=True))
+
+
+def learn(apply_to, *, moving=False):
+    """Drive the test of what is learned in a loop of its own; `apply_to` gets the net and what is switched on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    loop = loop_of(net, optimizer)
+    learning = Learning([net], [optimizer], Feed(loop, {}, this_machine("cpu")), lambda plan: apply_to(net, plan))
+    work = learning.test({"on": True})
+    drawn = torch.Generator().manual_seed(1)
+    for step in range(5 + 4 * (AHEAD + STEPS)):
+        learning.before_step()
+        inputs = torch.randn(16, 8, generator=drawn if moving else None)
+        loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        if learning.losses is not None:
+            learning.losses.append(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        learning.after_step()
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)  # a schedule
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+    raise AssertionError("it has no end")
+
+
+def test_learning_the_same_is_told_from_learning_something_else_and_from_what_cannot_be_repeated():
+    same = learn(lambda net, plan: None)
+    assert same["passed"] and same["losses"] == same["reference"]
+    other = learn(lambda net, plan: net[0].register_forward_hook(lambda *_: 5 + _[2]) if plan else None)
+    assert other["tested"] and not other["passed"]
+    drawn = learn(lambda net, plan: None, moving=True)
+    assert not drawn["tested"] and "cannot be repeated" in drawn["why"]
+
+
+def test_a_tuning_and_a_script_take_turns_and_each_end_reaches_the_other():
+    found = queue.SimpleQueue()
+
+    def work():
+        yield
+        yield
+        return threading.current_thread() is threading.main_thread()
+
+    def tuning():
+        found.put(turns.ask(work))
+        for error in (NewRun, Over):
+            with pytest.raises(error):
+                turns.ask(work)
+            found.put(error)
+
+    turns = Turns(tuning)
+    for _ in range(3):
+        turns.step_ended()
+    assert found.get(timeout=10) is True
+    turns.interrupt(NewRun())
+    assert found.get(timeout=10) is NewRun
+    turns.step_ended()
+    turns.close()
+    assert found.get(timeout=10) is Over and turns.over and turns.error is None
+    done = Turns(lambda: None)
+    for _ in range(2):  # also where a script goes on after the first
+        with pytest.raises(SystemExit):
+            done.step_ended()
+
+
+def test_sentences_tell_what_was_kept_and_what_not_and_the_headline_is_last():
+    row = {"change": "precision=bf16", "ratio": 1.5, "low": 1.4, "high": 1.6, "decision": "faster", "kept": True}
+    row |= {"why": "faster, and learns the same", "pays_from_step": None}
+    late = {**row, "change": "compile=default", "pays_from_step": 1200}
+    none = {**row, "change": "channels_last=True", "ratio": None, "kept": False, "why": "there is no such layer"}
+    record = {"script": "a.py", "framework": "PyTorch", "runs": 2, "notes": [], "in_words": ["a", "b"]}
+    record |= {"optimizations": [row, late, none], "plan": {"precision": "bf16"}, "speedup": row}
+    sentences = in_sentences(record)
+    assert sentences[0] == "precision=bf16: 1.50× (1.40 to 1.60), kept: faster, and learns the same."
+    assert "pays from 1,200 steps on" in sentences[1] and sentences[2] == "channels_last=True: there is no such layer."
+    assert sentences[-1] == "A step of a.py is 1.50 times as fast (1.40 to 1.60, 99 %) with precision=bf16."
+    nothing = in_sentences(record | {"plan": {}, "optimizations": [none]})
+    assert nothing[-1] == "Nothing that was tried makes a.py faster: it stays as it is."
+
+
+FRAMEWORKS = {
+    "lightning": """
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+lightning.Trainer(max_epochs=3, **options).fit(Model(), torch.utils.data.DataLoader(Clips(), 8))
+""",
+    "accelerate": """
+import accelerate
+accelerator = accelerate.Accelerator(cpu=True)
+net, optimizer, loader = accelerator.prepare(net, optimizer, torch.utils.data.DataLoader(Clips(), 8))
+for _ in range(3):
+    for inputs, labels in loader:
+        accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
+        optimizer.step(), optimizer.zero_grad()
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_in_a_framework_the_same_is_found_and_told_in_its_words(name, tmp_path):
+    pytest.importorskip(name)
+    result = run(tmp_path, SLOW.partition('print("begins"')[0] + FRAMEWORKS[name], *TUNE)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "seen" / "tune.json").read_text())
+    assert record["framework"].lower() == name
+    measured = {row["optimization"]: row["ratio"] for row in record["optimizations"]}
+    assert measured["cache"] > 1
+    assert not list(tmp_path.rglob("*.ckpt"))
