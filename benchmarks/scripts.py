@@ -11,6 +11,7 @@ import os
 import random
 import shlex
 import shutil
+import string
 import struct
 import subprocess
 import sys
@@ -85,8 +86,8 @@ def words(folder: Path) -> None:
 
 
 def chars(path: Path) -> None:
-    """Write one text."""
-    path.write_text("\n".join(sentences(3000)))
+    """Write one text that has all letters."""
+    path.write_text("\n".join([string.printable, *sentences(3000)]))
 
 
 def texts(folder: Path) -> None:
