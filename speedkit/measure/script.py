@@ -210,7 +210,7 @@ def profile_script(
         report(seen, path, in_words=in_words, ranks=ranks, against=against)
 
     with as_python(path, arguments, conclude), seen.installed():
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(str(path.absolute()), run_name="__main__")  # as Python names it
 
 
 def check_script(path: Path) -> None:
@@ -241,7 +241,7 @@ def as_python(path: Path, arguments: Sequence[str], conclude: Callable[[], None]
             yield
     except Exception as error:
         frame = error.__traceback__
-        while frame and frame.tb_frame.f_code.co_filename != str(path):
+        while frame and frame.tb_frame.f_code.co_filename != str(path.absolute()):
             frame = frame.tb_next  # what runs the script is none of its business
         traceback.print_exception(type(error), error, frame)
         raise SystemExit(1) from error

@@ -183,6 +183,7 @@ def tune_script(
     folder, the record and what was seen of the script, and returns what else is to be said. A script that fails does so
     as ever. Raises UsageError where there is no such script, or it is one of several ranks.
     """
+    path = path.absolute()
     check_script(path)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a script is tuned in one process: start it without torchrun, then train by what was found")

@@ -21,6 +21,7 @@ from speedkit.measure.roofline import OperatorCounter, Operators
 from speedkit.measure.script_bench import Bench
 from speedkit.measure.script_feed import Candidate, Feed
 from speedkit.measure.script_turns import NewRun, Over, Turns, Work
+from speedkit.measure.script_words import found
 from speedkit.measure.stats import LOOKS, WORTH
 from speedkit.measure.timeline import OPTIMIZER
 from speedkit.measure.turns import Pairs, measure_pairs
@@ -150,7 +151,7 @@ class Tuning:
         if row["kept"]:
             self.kept = {**self.kept, **fields}
         self.rows.append(row)
-        result = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}), " if row["ratio"] else ""
+        result = found(row) if row["ratio"] else ""
         tell(f"  {result}{'kept' if row['kept'] else 'not kept'}: {row['why']}")
 
     def _why_no_time(self) -> str:

@@ -56,6 +56,7 @@ def run(folder, source, *command, **variables):
     return python(*command, "script.py", "--its", "own", folder=folder, **variables)
 
 
+@pytest.mark.slow
 def test_a_slow_loader_is_told_in_a_script_that_is_run_again_silently_and_saves_nothing(tmp_path):
     result = run(tmp_path, SLOW, *TUNE)
     assert result.returncode == 0, result.stderr
