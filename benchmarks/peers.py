@@ -193,7 +193,7 @@ def bare(
 
 
 def by_speedkit(work: Workload, batches: Batches, count: int) -> nn.Module:
-    options = {"progress": False, "endless": True, "batches": lambda stream: iter(batches)}
+    options = {"progress": False, "endless": True, "wrap_batches": lambda stream: iter(batches)}
     with common.training(work, Plan(fused_optimizer=True), **options) as (run, steps):
         deque(islice(steps, count), maxlen=0)
     return run.learner.model

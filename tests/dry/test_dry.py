@@ -165,7 +165,7 @@ def check_large(name, gpu, plans):
         assert {key: row[key] for key in same} == {key: then[key] for key in same}, plan
         assert row["memory"]["peak"] == pytest.approx(then["memory"]["peak"], rel=0.02), plan
         assert row["seconds_by_kind"] == pytest.approx(then["seconds_by_kind"], rel=0.01), plan
-        assert row["seconds"] == pytest.approx(then["seconds"], rel=0.01), plan
+        assert (row["seconds"] or 0) == pytest.approx(then["seconds"] or 0, rel=0.01), plan  # none: bound by launches
 
 
 def test_what_lessons_show_of_a_step_is_what_is_counted_and_predicted():
