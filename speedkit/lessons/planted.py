@@ -71,7 +71,7 @@ class Loop(Dataset):
         torch.manual_seed(0)
         hardware = this_machine()
         self.device, self.planted_s, self.stopped_s = hardware.device, seconds, list[float]()
-        batch_size, length, width = (32, 256, 2048) if self.device.type == "cuda" else (2, 512, 128)
+        batch_size, length, width = (32, 256, 2048) if self.device.type == "cuda" else (8, 128, 128)
         self.clips, self.beside = torch.randint(256, (64, length)), torch.zeros(1)
         self.pool = Pool()
         wide = [
