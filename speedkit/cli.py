@@ -294,19 +294,23 @@ def profile_script(script: Path, arguments: tuple[str, ...], values: Values) -> 
 
 def refuse_options_of_workloads(script: str | Path, *own: str) -> None:
     """Raise UsageError where an option was typed that a script does not have: `own` are those that it has."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        is_typed = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
-        if is_typed and option.expose_value and option.name not in ("workload", "arguments", "out", *own):
+    for option in typed_options():
+        if option.expose_value and option.name not in ("workload", "arguments", "out", *own):
             raise UsageError(f"{option.opts[0]} is for a workload, and {script} says what it trains: leave it out")
 
 
 def refuse_options_of_scripts(*names: str) -> None:
     """Raise UsageError where an option was typed that only a script has: one of `names`."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        if option.name in names and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+    for option in typed_options():
+        if option.name in names:
             raise UsageError(f"{option.opts[0]} is for a script, NAME.py: leave it out")
+
+
+def typed_options() -> list[click.Parameter]:
+    """Return the options and arguments of this command that were typed."""
+    context = click.get_current_context()
+    sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
+    return [option for option, source in sources.items() if source is ParameterSource.COMMANDLINE]
 
 
 def refuse_arguments(arguments: tuple[str, ...]) -> None:
@@ -349,12 +353,12 @@ def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values
     """
     from speedkit.dry import dry_run as dry
     from speedkit.dry.gpus import chosen_gpus
+    from speedkit.measure.script import check_script
 
     chosen = chosen_gpus(gpus, typed(values, "sm", "memory", "bandwidth", "tflops"))
     if workload.endswith(".py"):
         refuse_options_of_workloads(workload, "gpus", "as_json", "sm", "memory", "bandwidth", "tflops")
-        if not Path(workload).is_file():
-            raise UsageError(f"there is no script {workload}: name a file, with its own arguments after it")
+        check_script(Path(workload))
         find = functools.partial(dry.dry_run_script, Path(workload), arguments)
         rows = dry.dry_runs(workload, find, [OF_SCRIPT], gpus=chosen, tell=say)
     else:

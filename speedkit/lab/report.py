@@ -15,7 +15,7 @@ from speedkit.lab.frameworks import in_words
 from speedkit.measure import words
 from speedkit.measure.extras import missing_extra
 from speedkit.measure.optimizations import changed
-from speedkit.measure.script_words import headline_of_script
+from speedkit.measure.script_words import found, headline_of_script
 from speedkit.measure.words import in_short, left_out, quality_in_words
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -67,11 +67,15 @@ def write_script_report(record: Row, out: str | Path, *, command: Sequence[str] 
     """Write the record of a script's tuning as a page to `out`: each optimization as a bar, with its interval."""
     tried = [row for row in record["optimizations"] if row["ratio"] is not None]
     rest = [row for row in record["optimizations"] if row["ratio"] is None]
-    longest = max((row["high"] for row in (*tried, record["speedup"]) if row["high"]), default=1.0)
+    decided = [row for row in tried if row["decision"] != "undecided"]  # the others' intervals may hold everything
+    longest = max((row["high"] for row in decided), default=1.0)
+    bars = {row["change"]: display.bar(row["low"] / longest, row["high"] / longest) for row in decided}
     page = template("script_report.html.j2").render(
         record=record,
         headline=headline_of_script(record),
-        tried=[(row, display.bar(row["low"] / longest, row["high"] / longest)) for row in tried],
+        tried=tried,
+        bars=bars,
+        found=found,
         rest=rest,
         words=words,
         command=command,

@@ -203,11 +203,14 @@ class LoopProfile:
         for _ in range(SKIP):
             yield
         self.notes += costly_switches(self.device)
-        if self.device.type == "cpu" and (self.compiled or compilations() > self.compilations):
+        if self.device.type == "cpu" and self._is_compiled():
             self.observer.audited = 0  # it would run compiled code as eager, whose last bits differ
         yield from self.observer.observe()
         self.timeline.take()
         self.look_end = self.steps
+
+    def _is_compiled(self) -> bool:
+        return self.compiled or compilations() > self.compilations
 
     def conclude(self, *, show: bool) -> None:
         """Make the breakdown and the bottlenecks of what was seen, and print them."""
@@ -222,7 +225,8 @@ class LoopProfile:
             share = observer.timed / (observer.timed + self.steps - self.look_end)
             for cause in RARE:
                 observer.seconds[cause] = share * (observer.seconds[cause] + self.later_s.get(cause, 0.0))
-        observer.facts.guard, observer.facts.broken = failed_guard_and_break()
+        if self._is_compiled():  # else what failed belongs to another model of this process
+            observer.facts.guard, observer.facts.broken = failed_guard_and_break()
         observer.facts.batches = (self.batches or self.backwards) / max(1, self.steps)
         self.breakdown = observer.breakdown()
         if observer.timed:

@@ -209,8 +209,8 @@ def profile_script(
             return
         report(seen, path, in_words=in_words, ranks=ranks, against=against)
 
-    with as_python(path, arguments, conclude), seen.installed():
-        runpy.run_path(str(path.absolute()), run_name="__main__")  # as Python names it
+    with as_python(path, arguments, conclude) as name, seen.installed():
+        runpy.run_path(name, run_name="__main__")
 
 
 def check_script(path: Path) -> None:
@@ -220,14 +220,16 @@ def check_script(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def as_python(path: Path, arguments: Sequence[str], conclude: Callable[[], None]) -> Iterator[None]:
+def as_python(path: Path, arguments: Sequence[str], conclude: Callable[[], None]) -> Iterator[str]:
     """Let a script run inside as Python would run it; `conclude` is called when it ends, also by os._exit.
 
-    A script that fails or exits does so as ever, after that.
+    Yields the name that Python gives to the script's file. A script that fails or exits does so as ever, after that.
     """
     here = os.getpid()
+    name = str(path.absolute())  # now: the script may change the folder
 
     def concluded() -> None:
+        """Conclude once this process is over."""
         if os.getpid() == here:  # and no fork of the script's
             conclude()
 
@@ -238,10 +240,10 @@ def as_python(path: Path, arguments: Sequence[str], conclude: Callable[[], None]
             patch.object(os, "_exit", after(concluded, os._exit)),
             pythons_signals(),
         ):
-            yield
+            yield name
     except Exception as error:
         frame = error.__traceback__
-        while frame and frame.tb_frame.f_code.co_filename != str(path.absolute()):
+        while frame and frame.tb_frame.f_code.co_filename != name:
             frame = frame.tb_next  # what runs the script is none of its business
         traceback.print_exception(type(error), error, frame)
         raise SystemExit(1) from error

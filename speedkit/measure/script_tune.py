@@ -42,8 +42,8 @@ class ScriptTuning:
         self.seen: ScriptProfile
         self.unsaved: list[str] = []
 
-    def run(self, folder: Path) -> None:
-        """Run the script until the tuning is over. Raises what the script raises by itself."""
+    def run(self, folder: Path, name: str) -> None:
+        """Run the script, whose file has this `name`, until the tuning is over. Raises what it raises by itself."""
         folder_here = os.getcwd()
         process_here = os.getpid()
         while True:
@@ -58,7 +58,7 @@ class ScriptTuning:
                     self.seen.installed(),
                     self.tuning.bench.installed(self.seen),
                 ):
-                    runpy.run_path(str(self.path), run_name="__main__")
+                    runpy.run_path(name, run_name="__main__")
                 ended: BaseException | None = None
             except (Exception, SystemExit) as error:
                 ended = error
@@ -192,7 +192,6 @@ def tune_script(
     folder, the record and what was seen of the script, and returns what else is to be said. A script that fails does so
     as ever. Raises UsageError where there is no such script, or it is one of several ranks.
     """
-    path = path.absolute()
     check_script(path)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a script is tuned in one process: start it without torchrun, then train by what was found")
@@ -200,6 +199,7 @@ def tune_script(
     job = ScriptTuning(path, Tuning(budget_s, steps or math.inf), keep=keep)
 
     def conclude() -> None:
+        """Leave the record of what was found, and say it."""
         job.tuning.turns.close()
         if job.tuning.turns.error is not None:
             raise job.tuning.turns.error
@@ -213,5 +213,5 @@ def tune_script(
             told += finish(folder, record, job.seen)
         print("\n".join(told), flush=True)
 
-    with as_python(path, arguments, conclude):
-        job.run(folder)
+    with as_python(path, arguments, conclude) as name:
+        job.run(folder, name)

@@ -151,7 +151,7 @@ class Tuning:
         if row["kept"]:
             self.kept = {**self.kept, **fields}
         self.rows.append(row)
-        result = found(row) if row["ratio"] else ""
+        result = f"{found(row)}, " if row["ratio"] else ""
         tell(f"  {result}{'kept' if row['kept'] else 'not kept'}: {row['why']}")
 
     def _why_no_time(self) -> str:

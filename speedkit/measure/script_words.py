@@ -29,14 +29,14 @@ def optimization_in_words(row: Row) -> str:
     if row["pays_from_step"] and row["kept"]:
         pays = f"; compiling pays from {row['pays_from_step']:,} steps on"
     kept = "kept" if row["kept"] else "not kept"
-    return f"{row['change']}: {found(row)}{kept}: {row['why']}{pays}."
+    return f"{row['change']}: {found(row)}, {kept}: {row['why']}{pays}."
 
 
 def found(row: Row) -> str:
-    """Return the ratio of a row, with its interval where it was decided, and a comma."""
+    """Return the ratio of a row, with its interval where it was decided."""
     if row["decision"] == "undecided":  # of few pairs the interval holds everything
-        return f"about {row['ratio']:.2f}× in {row['pairs']} pairs, "
-    return f"{result_text(row)}, "
+        return f"about {row['ratio']:.2f}× in {row['pairs']} pairs"
+    return result_text(row)
 
 
 def headline_of_script(record: Row) -> str:

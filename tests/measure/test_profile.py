@@ -237,6 +237,20 @@ def test_lines_that_read_the_device_are_searched_for_unless_the_model_is_compile
     assert bool(lines) is not here and all(".item()" in line for line in lines)
 
 
+def test_a_line_that_breaks_the_graph_of_another_model_of_this_process_is_no_cause_in_this_one():
+    broken = torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager")
+    broken(torch.ones(1))
+    loop = Loop()
+    with profiled(loop) as seen:
+        loop.train()
+    assert seen.breakdown.facts.broken == ""
+    loop.model.register_forward_hook(lambda module, inputs, output: broken(output))
+    loop.model = torch.compile(loop.model, backend="eager")
+    with profiled(loop) as seen:
+        loop.train()
+    assert "x.sum() > 0" in seen.breakdown.facts.broken
+
+
 def test_beside_another_profiler_the_steps_are_timed_all_the_same():
     loop = Loop("other host work", 4 * MS)
     with torch.profiler.profile(acc_events=True), profiled(loop) as seen:

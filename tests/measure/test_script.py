@@ -4,6 +4,7 @@ import json
 
 import pytest
 from processes import python
+from slow_scripts import ACCELERATE, LIGHTNING, SLOW_DATA
 
 from speedkit.errors import UsageError
 from speedkit.machine import this_machine
@@ -11,19 +12,6 @@ from speedkit.measure.profile_report import read_breakdown
 from speedkit.measure.script import next_levers
 from speedkit.plan import Plan
 
-SLOW_DATA = """
-import sys, time, torch
-from torch import nn
-torch.manual_seed(0)
-
-class Clips(torch.utils.data.Dataset):
-    def __len__(self):
-        return 400
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return torch.randn(32), index % 2
-"""
 LOOP = """
 net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2))
 optimizer, losses = torch.optim.AdamW(net.parameters()), []
@@ -33,33 +21,6 @@ for inputs, labels in torch.utils.data.DataLoader(Clips(), 8):
     losses.append(loss.item())
 if __name__ == "__main__":
     print("losses", losses, "arguments", sys.argv[1:])
-"""
-LIGHTNING = """
-import lightning
-
-class Model(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2))
-
-    def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-lightning.Trainer(max_steps=45, **options).fit(Model(), torch.utils.data.DataLoader(Clips(), 8))
-"""
-ACCELERATE = """
-import accelerate
-accelerator = accelerate.Accelerator(cpu=True)
-net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2))
-loader = torch.utils.data.DataLoader(Clips(), 8)
-net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
-for inputs, labels in loader:
-    accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
-    optimizer.step(), optimizer.zero_grad()
 """
 HUGGING_FACE = """
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments

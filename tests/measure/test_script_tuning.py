@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from processes import python
+from slow_scripts import ACCELERATE, LIGHTNING, SLOW_DATA
 from torch import nn
 
 from speedkit.errors import UsageError
@@ -22,19 +23,9 @@ from speedkit.measure.script_turns import NewRun, Over, Turns
 from speedkit.measure.script_updates import Gradients, MemoryFormat, Update
 from speedkit.measure.script_words import in_sentences
 
-SLOW = """
-import sys, time, torch
-from torch import nn
-torch.manual_seed(0)
-
-class Clips(torch.utils.data.Dataset):
-    def __len__(self):
-        return 400
-
-    def __getitem__(self, index):
-        time.sleep(0.01)
-        return torch.full((32,), index % 7.0), index % 2
-
+# Slower, and the same each time.
+CLIPS = SLOW_DATA.replace("0.002", "0.01").replace("torch.randn(32)", "torch.full((32,), index % 7.0)")
+SLOW = f"""{CLIPS}
 net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(net.parameters())
 print("begins", sys.argv[1:], sys.stdin.read())
@@ -77,11 +68,16 @@ def test_a_slow_loader_is_told_in_a_script_that_is_run_again_silently_and_saves_
     ("source", "code", "words"),
     [
         (STEPS_OF.replace("400", "40") + "raise ValueError('planted')", 1, ("line 6", "ValueError: planted")),
+        (
+            STEPS_OF.replace("400", "40") + "import os\nos.chdir('/')\nraise ValueError('planted')",
+            1,
+            ("line 8", "ValueError: planted"),
+        ),
         (STEPS_OF.replace("400", "1") + "raise SystemExit(3)", 3, ("script.py made 1 optimizer steps",)),
         (BY_ITSELF + "raise SystemExit(4)", 4, ("script.py makes 400 backward passes", "p.data -= ...")),
         (STEPS_OF.replace("400", "35") + "import os; os._exit(7)", 7, ()),
     ],
-    ids=["fails", "one step", "updates by itself", "leaves at once"],
+    ids=["fails", "fails elsewhere", "one step", "updates by itself", "leaves at once"],
 )
 def test_a_script_that_fails_or_exits_does_so_as_ever(source, code, words, tmp_path):
     result = run(tmp_path, source, *TUNE)
@@ -291,32 +287,8 @@ def test_sentences_tell_what_was_kept_and_what_not_and_the_headline_is_last():
 
 
 FRAMEWORKS = {
-    "lightning": """
-import lightning
-
-class Model(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-lightning.Trainer(max_epochs=3, **options).fit(Model(), torch.utils.data.DataLoader(Clips(), 8))
-""",
-    "accelerate": """
-import accelerate
-accelerator = accelerate.Accelerator(cpu=True)
-net, optimizer, loader = accelerator.prepare(net, optimizer, torch.utils.data.DataLoader(Clips(), 8))
-for _ in range(3):
-    for inputs, labels in loader:
-        accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
-        optimizer.step(), optimizer.zero_grad()
-""",
+    "lightning": LIGHTNING.replace('"enable_checkpointing": False, ', "").replace("max_steps=45", "max_epochs=3"),
+    "accelerate": ACCELERATE,
 }
 
 
@@ -324,7 +296,7 @@ for _ in range(3):
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_in_a_framework_the_same_is_found_and_told_in_its_words(name, tmp_path):
     pytest.importorskip(name)
-    result = run(tmp_path, SLOW.partition('print("begins"')[0] + FRAMEWORKS[name], *TUNE)
+    result = run(tmp_path, CLIPS + FRAMEWORKS[name], *TUNE)
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "seen" / "tune.json").read_text())
     assert record["framework"].lower() == name
