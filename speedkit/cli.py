@@ -353,7 +353,7 @@ def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values
     """
     from speedkit.dry import dry_run as dry
     from speedkit.dry.gpus import chosen_gpus
-    from speedkit.measure.script import check_script
+    from speedkit.measure.script_run import check_script
 
     chosen = chosen_gpus(gpus, typed(values, "sm", "memory", "bandwidth", "tflops"))
     if workload.endswith(".py"):

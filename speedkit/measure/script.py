@@ -6,13 +6,11 @@ import gc
 import math
 import os
 import runpy
-import signal
 import sys
-import traceback
 from builtins import print  # to which a script may give another meaning
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,8 +19,6 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from speedkit.data.batches import STOPS
-from speedkit.errors import UsageError
 from speedkit.files import claim_folder, read_json, write_json
 from speedkit.machine import this_machine
 from speedkit.measure.bottlenecks import Row
@@ -32,6 +28,7 @@ from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
 from speedkit.measure.profile_report import difference
+from speedkit.measure.script_run import as_python, check_script
 from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
 from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
@@ -75,7 +72,7 @@ class ScriptProfile:
             loader = self.loaders.get(id(batches))
             if self.loop is None:
                 self.loader = loader
-            elif loader is self.loop.loader:
+            elif takes_from(self.loop, loader):
                 return self.loop.next_batch(fetch, batches)
             return fetch(batches)
 
@@ -134,6 +131,23 @@ class ScriptProfile:
             return f"makes {self.backwards} backward passes and {by_itself}"
         where = "where another process trains, name the script of that one"
         return f"made {steps} optimizer steps here, too few to see where their time goes; {where}"
+
+
+def takes_from(loop: LoopProfile, loader: DataLoader | None) -> bool:
+    """Return whether a loop learns from this loader's batches: it is the loop's own, or that one made anew."""
+    return loader is loop.loader or (loop.models[0].training and is_alike(loader, loop.loader))
+
+
+def is_alike(loader: DataLoader | None, other: DataLoader | None) -> bool:
+    """Return whether two loaders give as many batches, as large, of data sets of one class in one kind of order."""
+    if loader is None or other is None:
+        return loader is other
+    pairs = ((loader.dataset, other.dataset), (loader.sampler, other.sampler))
+    if any(type(one) is not type(another) for one, another in pairs) or loader.batch_size != other.batch_size:
+        return False
+    with contextlib.suppress(TypeError):  # of a stream, without a length
+        return len(loader) == len(other)
+    return True
 
 
 def framework_of(models: Sequence[nn.Module]) -> str:
@@ -211,65 +225,6 @@ def profile_script(
 
     with as_python(path, arguments, conclude) as name, seen.installed():
         runpy.run_path(name, run_name="__main__")
-
-
-def check_script(path: Path) -> None:
-    """Raise UsageError where there is no script `path`."""
-    if not path.is_file():
-        raise UsageError(f"there is no script {path}: name a file, with its own arguments after it")
-
-
-@contextlib.contextmanager
-def as_python(path: Path, arguments: Sequence[str], conclude: Callable[[], None]) -> Iterator[str]:
-    """Let a script run inside as Python would run it; `conclude` is called when it ends, also by os._exit.
-
-    Yields the name that Python gives to the script's file. A script that fails or exits does so as ever, after that.
-    """
-    here = os.getpid()
-    name = str(path.absolute())  # now: the script may change the folder
-
-    def concluded() -> None:
-        """Conclude once this process is over."""
-        if os.getpid() == here:  # and no fork of the script's
-            conclude()
-
-    try:
-        with (
-            patch.object(sys, "argv", [str(path), *arguments]),
-            patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),
-            patch.object(os, "_exit", after(concluded, os._exit)),
-            pythons_signals(),
-        ):
-            yield name
-    except Exception as error:
-        frame = error.__traceback__
-        while frame and frame.tb_frame.f_code.co_filename != name:
-            frame = frame.tb_next  # what runs the script is none of its business
-        traceback.print_exception(type(error), error, frame)
-        raise SystemExit(1) from error
-    finally:
-        concluded()
-
-
-def after(first: Callable[[], None], leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
-    """Return `leave` with a call of `first` before it."""
-
-    def call(code: int) -> NoReturn:
-        first()
-        leave(code)
-
-    return call
-
-
-@contextlib.contextmanager
-def pythons_signals() -> Iterator[None]:
-    """Handle signals inside as Python does by itself: the script's processes inherit it, and end when they are told."""
-    with contextlib.ExitStack() as stack:
-        for number in STOPS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                stack.callback(signal.signal, number, signal.signal(number, own))
-        yield
 
 
 def report(

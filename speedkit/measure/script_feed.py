@@ -20,6 +20,7 @@ from speedkit.machine import Hardware
 from speedkit.measure.optimizations import Change
 from speedkit.measure.optimizations import workers as workers_for
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.script import takes_from
 from speedkit.measure.timeline import EVALUATION
 from speedkit.plan import Plan
 
@@ -159,7 +160,7 @@ class Feed:
     def _iterator(self, iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def iterator(loader: Any) -> Any:
             """Return the loader's iterator; the time that it takes to start is none of a step's."""
-            if loader is not self.loader:
+            if not takes_from(self.loop, loader):
                 return iterate(loader)
             set_running(getattr(self.own, "_workers", []), True)
             self.loop.timeline.begin(EVALUATION)
@@ -175,7 +176,7 @@ class Feed:
     def _next(self, fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(batches: Any) -> Any:
             """Return the next batch; an epoch has as many as ever, whoever makes them."""
-            if self.loaders.get(id(batches)) is not self.loader:
+            if not takes_from(self.loop, self.loaders.get(id(batches))):
                 return fetch(batches)
             self.own = batches
             self.mixed |= self.stream is not None or self.replay is not None

@@ -18,7 +18,8 @@ from speedkit.errors import UsageError
 from speedkit.files import claim_folder, finite, write_json
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import Change
-from speedkit.measure.script import ScriptProfile, as_python, check_script
+from speedkit.measure.script import ScriptProfile
+from speedkit.measure.script_run import as_python, check_script
 from speedkit.measure.script_tuning import Row, Tuning, tell
 from speedkit.measure.script_turns import NewRun, SwitchFailed
 from speedkit.measure.script_words import in_sentences
