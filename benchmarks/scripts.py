@@ -1,10 +1,13 @@
 """Public training scripts run as they are and under `speedkit profile`: same exit code, same lines, and what is found.
 
+With --tune they are tuned, and the patched script takes turns with the plain one.
+
 `python benchmarks/scripts.py CHECKOUTS` takes a folder that holds the checkouts of scripts.csv, each in a folder of its
 repository's name. What the scripts import must be installed or on PYTHONPATH. All data is generated.
 """
 
 import argparse
+import copy
 import csv
 import json
 import os
@@ -24,6 +27,8 @@ import numpy as np
 
 LIST = Path(__file__).with_suffix(".csv")
 MOST_S = 600.0  # that a run may take: what takes longer is hung
+BUDGET = "120s"  # of a tuning
+TURNS = 3
 WORDS = ["the", "sea", "a", "ship", "of", "light", "and", "wind", "on", "grey", "stone", "under", "rain"]
 
 
@@ -156,6 +161,15 @@ class Script:
             kind, place = part.split(":")
             MAKERS[kind](self.folder / place)
 
+    def patched(self, diff: Path) -> "Script":
+        """Return the script in a copy of its checkout to which `diff` was applied. Raises where it does not apply."""
+        patched = copy.copy(self)
+        patched.root = self.root.with_name(f"{self.root.name}-patched")
+        patched.folder = patched.root / self.row["folder"]
+        shutil.copytree(self.root, patched.root)
+        subprocess.run(["git", "apply", diff], cwd=(patched.folder / self.row["script"]).parent, check=True)
+        return patched
+
     def run(self, *before: str) -> tuple[int, list[str], float]:
         """Run it behind the words `before`; return exit code, printed lines and seconds."""
         paths = [self.root, self.root / "src", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -208,10 +222,34 @@ def profiled(script: Script) -> dict[str, object]:
     }
 
 
+def tuned(script: Script) -> dict[str, object]:
+    """Tune a script; where that leaves a patch, return the seconds of the plain and the patched script, in turns."""
+    out = script.root.with_name(f"{script.root.name}-out")
+    code, lines, tuning_s = script.run("-m", "speedkit", "tune", "--budget", BUDGET, "--out", str(out))
+    result: dict[str, object] = {"name": script.row["name"], "code_tuned": code, "seconds_tuned": round(tuning_s, 1)}
+    if not (out / "tune.json").exists():
+        return result | {"end": lines[-3:]}
+    record = json.loads((out / "tune.json").read_text())
+    rows = [row for row in record["optimizations"] if row["ratio"]]
+    result["tried"] = {row["change"]: [row["ratio"], row["low"], row["high"], row["why"]] for row in rows}
+    result |= {"kept": record["plan"], "speedup": record["speedup"], "notes": record["notes"]}
+    if not (out / "tune.diff").exists():
+        return result
+    turns = {"plain": script, "patched": script.patched(out / "tune.diff")}
+    runs: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(TURNS):
+        for name in random.sample(list(turns), len(turns)):
+            code, _, seconds = turns[name].run()
+            runs[name].append(round(seconds, 1))
+            result[f"code_{name}"] = code
+    return result | {"seconds": runs}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all scripts, or those that are named, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkouts", type=Path, help="folder of checkouts")
+    parser.add_argument("--tune", action="store_true", help="tune them instead of profiling them")
     parser.add_argument("names", nargs="*", help="of scripts.csv, by default all")
     asked = parser.parse_args(arguments)
     with LIST.open() as lines:
@@ -219,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                result = profiled(Script(row, asked.checkouts.resolve(), Path(scratch)))
+                work = tuned if asked.tune else profiled
+                result = work(Script(row, asked.checkouts.resolve(), Path(scratch)))
             except subprocess.TimeoutExpired as error:
                 result = {"name": row["name"], "hung": str(error)}
             print(json.dumps(result), flush=True)

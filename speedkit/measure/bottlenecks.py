@@ -202,7 +202,7 @@ def _host_bottlenecks(breakdown: Breakdown) -> Iterator[Bottleneck]:
             "other host work", spent_s(OTHER), "move it out of the loop", "the loop's own lines are at work", 0.1
         )
     yield from _compiler_bottlenecks(breakdown)
-    yield Bottleneck("checkpoints too often", spent_s(CHECKPOINT), "save less often", "torch.save is at work", 0.1)
+    yield Bottleneck("checkpoints too often", spent_s(CHECKPOINT), "save less often", "checkpoints are made", 0.1)
     evaluated_s = spent_s(EVALUATION)
     if breakdown.facts.graphs:
         graphs = f"its {breakdown.facts.graphs} forward passes keep what only a backward pass needs"

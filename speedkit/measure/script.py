@@ -29,13 +29,19 @@ from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
 from speedkit.measure.profile_report import difference
 from speedkit.measure.script_run import as_python, check_script
-from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
+from speedkit.measure.timeline import BACKWARD, CHECKPOINT, FORWARD, OPTIMIZER, Timeline
 from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 ANSWER_S = 30.0  # of stepping, after which there is a first answer
+SAVERS = {  # what makes a checkpoint, beside torch.save: module, and name in it
+    "lightning.pytorch": "Trainer.save_checkpoint",
+    "pytorch_lightning": "Trainer.save_checkpoint",
+    "transformers.trainer": "Trainer._save_checkpoint",
+    "accelerate": "Accelerator.save_state",
+}
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
 
 
@@ -109,8 +115,18 @@ class ScriptProfile:
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
             self.loop.install(self.stack)
+            self._time_checkpoints(self.loop.timeline)
             self.began_s = self.loop.timeline.last_s
             self.stack.enter_context(hang_told(self.loop.timeline, self.hang_s, self.folder / "hang.txt"))
+
+    def _time_checkpoints(self, timeline: Timeline) -> None:
+        """Count all that a framework does for a checkpoint as such: it gathers, names, writes and deletes."""
+        for module in SAVERS.keys() & sys.modules.keys():
+            owner, name = SAVERS[module].split(".")
+            saver = getattr(sys.modules[module], owner, None)  # what a package imports late is used by nobody yet
+            if saver is not None:
+                save = getattr(saver, name)
+                self.stack.enter_context(patch.object(saver, name, timeline.timed(CHECKPOINT, save)))
 
     def _answer(self, loop: LoopProfile) -> None:
         """Show where the time has gone, once the closer look is over or the loop is long under way."""
