@@ -83,7 +83,8 @@ def answers(record: Row) -> str:
     widest = max(tried, key=lambda row: row["predicted_high"] - row["predicted_low"], default=None)
     wide = ""
     if widest is not None:
-        wide = f"; the widest prediction is {widest['predicted_low']:.2f} to {widest['predicted_high']:.2f}"
+        span = f"{widest['predicted_low']:.2f} to {widest['predicted_high']:.2f}"
+        wide = f"; the widest is {span}, and wide ones are easily met"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
     gains = {optimization: gain(record, optimization) for optimization in ("workers", "cache", "precision")}
     return f"""
