@@ -28,7 +28,7 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
 
 @style.context(STYLE)
 def break_even(
-    eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, int], *, last: float, title: str
+    eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, float], *, last: float, title: str
 ) -> Figure:
     """Return seconds up to step `last`: eager ones of `eager_s`, and compiled, each (seconds to compile, of a step).
 

@@ -71,22 +71,31 @@ def kind(row: Row) -> str:
 def answers(record: Row) -> str:
     """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
     tried = [row for row in record["optimizations"] if row["ratio"]]
-    product, whole = math.prod(row["ratio"] for row in tried if row["kept"]), record["speedup"]
-    fits = "which the product lies within: here the gains did multiply"
+    product, low, high = (math.prod(row[end] for row in tried if row["kept"]) for end in ("ratio", "low", "high"))
+    whole = record["speedup"]
+    fits = "no difference is shown"
     if record["change"] == "nothing":
-        fits = "as nothing was kept"
-    elif not whole["low"] <= product <= whole["high"]:
-        fits = f"so multiplying promises too {'much' if product > whole['high'] else 'little'}"
+        fits = "nothing was kept"
+    elif whole["high"] < low:
+        fits = "multiplying promises too much"
+    elif high < whole["low"]:
+        fits = "multiplying promises too little"
+    widest = max(tried, key=lambda row: row["predicted_high"] - row["predicted_low"], default=None)
+    wide = ""
+    if widest is not None:
+        span = f"{widest['predicted_low']:.2f} to {widest['predicted_high']:.2f}"
+        wide = f"; the widest is {span}, and wide ones are easily met"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
     gains = {optimization: gain(record, optimization) for optimization in ("workers", "cache", "precision")}
     return f"""
 1. Worker processes: {gains["workers"]}; a cache: {gains["cache"]}; a smaller number format: {gains["precision"]}. \
 Each was measured on top of what had been kept before it.
-2. The kept gains multiply to {product:.2f}. Measured afresh, the final plan is {whole["ratio"]:.2f} times as fast as \
-plain PyTorch ({whole["low"]:.2f} to {whole["high"]:.2f}), {fits}.
+2. The kept gains multiply to {product:.2f}, the ends of their intervals to {low:.2f} and {high:.2f}. Measured \
+afresh, the final plan is {whole["ratio"]:.2f} times as fast as plain PyTorch ({whole["low"]:.2f} to \
+{whole["high"]:.2f}): {fits}.
 3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were rejected. \
 {len(record["optimizations"]) - len(tried)} more were not measured. {met} of {len(tried)} measured intervals meet the \
-prediction made before.
+prediction made before{wide}.
 """
 
 
@@ -102,9 +111,9 @@ def gain(record: Row, optimization: str) -> str:
 
 
 def breakdowns_title(record: Row) -> str:
-    """Return what most of a step of plain PyTorch went into, and what is left of it under a tuning's final plan."""
+    """Return which share of a step a tuning's final plan has made smaller most, and what is left of it."""
     shares = {
         side: {row["cause"]: row["share"] for row in record["breakdowns"][side]["rows"]} for side in ENDS.values()
     }
-    cause = max(shares["baseline"], key=lambda cause: shares["baseline"][cause])
+    cause = max(shares["baseline"], key=lambda cause: shares["baseline"][cause] - shares["final"].get(cause, 0.0))
     return f"{cause}: {shares['baseline'][cause]:.0%} of a step before, {shares['final'].get(cause, 0.0):.0%} after"
