@@ -108,7 +108,7 @@ def order(gpu: str = "H100") -> Figure:
         ends = {False: 0.0, True: 0.0}  # of the stream that computes, and of the one that only copies
         for what, aside, number in events:
             width = number / 20 if what == "kernels" else number
-            lane = (y - 0.4, 0.25) if aside else (y - 0.12, 0.5)
+            lane = (y - 0.48, 0.2) if aside else (y - 0.24, 0.48)
             axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
             ends[aside] += width
     about = "on each stream in the order of the host's calls; lengths are numbers, not times (counted)"
