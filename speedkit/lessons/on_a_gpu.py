@@ -27,6 +27,7 @@ UNITS = {
     "kernels": ("kernels (counted)", 1),
     "seconds_by_kind": ("ms (predicted)", 1e3),
 }
+FACTOR = "typical error (a factor)"
 
 ASKED = {  # what, and whether on a stream of its own
     ("copy", False): (ORANGE, "a copy from the host"),
@@ -84,9 +85,9 @@ def parts(run: NotebookRun, workload: str, *plans: str, of: str = "kernels", gpu
     names = dict.fromkeys(name for plan in plans for name in steps[plan][of])
     rows = [{unit: name} | {plan: factor * steps[plan][of].get(name, 0) for plan in plans} for name in names]
     if of == "seconds_by_kind":
-        rows.append({unit: "typical error"} | {plan: steps[plan]["typical_error"] for plan in plans})
+        rows.append({unit: FACTOR} | {plan: steps[plan]["typical_error"] for plan in plans})
     if of == "memory":
-        rows.append({unit: "typical error"} | dict.fromkeys(plans, ERRORS["memory"]))
+        rows.append({unit: FACTOR} | dict.fromkeys(plans, ERRORS["memory"]))
     return run.table(f"{workload}, {gpu}: {unit}", rows).round(2)
 
 
@@ -97,16 +98,21 @@ def rented(workload: Workload, recipe: Recipe, gpu: str) -> None:
 
 @style.context(STYLE)
 def order(gpu: str = "H100") -> Figure:
-    """Return what the host asks of a GPU in a step, in this order: copies from the host, waits and kernels."""
+    """Return what the host asks of a GPU in a step: copies, waits and kernels, in the order of its calls.
+
+    A stream that only copies is drawn above the one that computes, for both run at once.
+    """
     plans = counts("orders", gpu)
     figure, axes = new_figure(0.5 * len(plans) + 1.3, [*plans])
     for y, events in enumerate(plans.values()):
-        begin = 0.0
+        ends = {False: 0.0, True: 0.0}  # of the stream that computes, and of the one that only copies
         for what, aside, number in events:
             width = number / 20 if what == "kernels" else number
-            axes.broken_barh([(begin, width)], (y - 0.35, 0.7), facecolor=ASKED[what, aside][0], edgecolor="white")
-            begin += width
-    axes.set(xlim=(0, None), xticks=[], xlabel="asked for in this order; lengths are numbers, not times (counted)")
+            lane = (y - 0.48, 0.2) if aside else (y - 0.24, 0.48)
+            axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
+            ends[aside] += width
+    about = "on each stream in the order of the host's calls; lengths are numbers, not times (counted)"
+    axes.set(xlim=(0, None), xticks=[], xlabel=about)
     marks = [Patch(color=colour, label=label) for colour, label in ASKED.values()]
     add_caption(figure, "Where the host waits, and where it goes on at once", marks)
     return figure

@@ -48,15 +48,15 @@ def tried(
     rate, memory = figure.subplots(1, 2)
     best = max(rates.values())
     rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
-    rate.plot([*rates], [*rates.values()], "o-", color=BLUE)
-    rate.plot([*rates], model, "--", color=INK, label="by two costs")
+    rate.plot([*rates], [*rates.values()], "o-", color=BLUE, label="measured")
+    rate.plot([*rates], model, "--", color=INK, label="by two costs (a formula)")
     memory.plot([*rates], [peak_bytes[size] / 1e6 for size in rates], "o-", color=ORANGE)
     for axes, label in ((rate, f"{unit}/s: higher is faster"), (memory, "MB that a step takes")):
         axes.axvline(chosen, color=GREEN, linewidth=2, label=f"chosen: {chosen}")
         axes.set(xscale="log", xlabel="micro-batch, samples", ylabel=label, ylim=(0, None))
         axes.set_xticks([*rates], [str(size) for size in rates])
         axes.xaxis.set_minor_locator(NullLocator())
-    figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 

@@ -15,7 +15,7 @@ from processes import ROOT, TESTS
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-LESSONS = ("10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41")
+LESSONS = ("02", "10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41")
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
@@ -110,10 +110,22 @@ def test_each_lesson_on_a_technique_has_a_few_lines_of_plain_pytorch(lesson):
     assert "speedkit" not in block(lesson)
 
 
+def test_a_profile_has_five_steps_of_a_loop_and_leaves_their_timeline(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, steps = Net(), []
+    after = paste("02", loader=DataLoader(rows(160), 8), step=lambda batch: steps.append(model(batch[0])))
+    assert len(steps) == 12
+    counts = {event.key: event.count for event in after.profiler.key_averages()}
+    assert counts["aten::addmm"] == 5 * 4  # linear layers
+    assert [count for name, count in counts.items() if name.startswith("enumerate(DataLoader)#")] == [5]
+    assert "Self CPU" in capsys.readouterr().out
+    assert "aten::addmm" in (tmp_path / "steps.json").read_text()
+
+
 def test_workers_the_shortest_epoch_wins_and_gives_every_sample():
     steps = []
-    after = paste("10", data=rows(40), step=steps.append)
-    assert len(steps) == 4 * 2 and [*after.seconds] == [0, 1, 2, 4]
+    after = paste("10", data=rows(40), step=steps.append, __name__="__main__")
+    assert len(steps) == 4 * 3 * 2 and [*after.seconds] == [0, 1, 2, 4]
     assert after.loader.num_workers == min(after.seconds, key=after.seconds.get)
     assert sorted(torch.cat([targets for _, targets in after.loader])) == sorted(torch.arange(40) % 4)
 
@@ -162,7 +174,9 @@ def test_parts_of_the_micro_batch_add_up_to_the_gradients_of_the_batch():
     names = script(Net(), rows())
     names |= {"inputs": torch.randn(12, 8), "targets": torch.arange(12) % 4}
     after = paste("20", **names)
-    assert [*after.seconds] == [1, 2, 4, 8] and after.micro_batch in after.seconds
+    assert [*after.took_s] == [1, 3, 6, 12] and after.optimizer.state
+    fast = [size for size, seconds in after.took_s.items() if seconds < 1.03 * min(after.took_s.values())]
+    assert after.micro_batch == max(fast)
     for size in (after.micro_batch, 5):
         after.gradients(size)
         parts = gradients(after.model)
@@ -407,7 +421,7 @@ def too_large():
     layers = torch.nn.Linear(8, 1 << 20), torch.nn.ReLU(), torch.nn.Linear(1 << 20, 4)
     names = script(torch.nn.Sequential(*layers).cuda(), rows())
     names |= {"inputs": torch.randn(64, 8, device="cuda"), "targets": torch.arange(64, device="cuda") % 4}
-    return [*paste("20", **names).seconds]
+    return [*paste("20", **names).took_s]
 
 
 @compiler
