@@ -168,7 +168,7 @@ def is_alike(loader: DataLoader | None, other: DataLoader | None) -> bool:
 
 def framework_of(models: Sequence[nn.Module]) -> str:
     """Return the framework that trains `models`: the first that the script has imported and uses, else PyTorch."""
-    if any(map(has_own_steps, models)):
+    if any(hasattr(model, "training_step") for model in models):
         return "Lightning"
     if "transformers.trainer" in sys.modules:  # which the package imports only for who uses it
         return "Hugging Face"
@@ -177,9 +177,9 @@ def framework_of(models: Sequence[nn.Module]) -> str:
     return "PyTorch"
 
 
-def has_own_steps(module: nn.Module) -> bool:
-    """Return whether `module` is one of Lightning's, whose steps are methods."""
-    return hasattr(module, "training_step")
+def has_own_methods(module: nn.Module) -> bool:
+    """Return whether a loop calls a module by methods of its own: it has no `forward`, or it is one of Lightning's."""
+    return hasattr(module, "training_step") or type(module).forward is nn.Module.forward
 
 
 def weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -195,15 +195,16 @@ def weight_count(optimizer: Optimizer) -> int:
 def models_of(optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return those of all `modules` that a loop calls: the outermost with weights of the optimizers.
 
-    These may be two, of networks that learn in turns. A LightningModule's own steps are methods: its children are
-    called too.
+    These may be two, of networks that learn in turns. The children of a module that is called by other methods than
+    `forward` are called too.
     """
     weights = {id(weight) for optimizer in optimizers for weight in weights_of(optimizer)}
     owners = [module for module in modules if any(id(weight) in weights for weight in module.parameters())]
     inner = {child for module in owners for child in module.modules() if child is not module}
     models = [module for module in owners if module not in inner]
-    for module in filter(has_own_steps, list(models)):
-        models += [child for child in module.children() if child in owners]
+    for module in models:  # which grows meanwhile: a child may be a list of modules
+        if has_own_methods(module):
+            models += [child for child in module.children() if child in owners]
     return models
 
 

@@ -194,8 +194,25 @@ for step in range(80):
 """
 
 
-def test_a_second_optimizers_network_counts_as_forward(tmp_path):
-    result = run(tmp_path, TWO_NETWORKS, *PROFILE)
+ONE_MODULE = f"""{TWO_NETWORKS.partition("for step")[0]}
+class Agent(nn.Module):  # which its loop calls by methods of its own
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([generator, critic])
+
+    def learn(self):
+        self.parts[1](self.parts[0](torch.randn(4, 64))).mean().backward()
+
+agent = Agent()
+optimizer = torch.optim.Adam(agent.parameters())
+for step in range(80):
+    agent.learn(), optimizer.step(), optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("source", [TWO_NETWORKS, ONE_MODULE], ids=["two optimizers", "no forward"])
+def test_each_network_that_a_loop_calls_counts_as_forward(source, tmp_path):
+    result = run(tmp_path, source, *PROFILE)
     assert result.returncode == 0, result.stderr
     breakdown = json.loads((tmp_path / "seen" / "breakdown.json").read_text())
     shares = {row["cause"]: row["share"] for row in breakdown["rows"]}
