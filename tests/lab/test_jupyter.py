@@ -93,6 +93,14 @@ def test_results_show_their_rows_with_a_curve_or_a_bar(tuning, tmp_path):
     assert "fp8 needs" in this_machine("cpu")._repr_html_() and len(repr(this_machine("cpu"))) < 200
 
 
+def test_a_history_shows_what_its_plan_fell_back_to_and_why():
+    plan = Plan(precision="fp8", pin_memory=True, fused_optimizer=True)
+    shown = fit(points(), plan=plan, **QUIET)._repr_html_()
+    assert "precision: asked fp8, got " in shown and "fp8 needs an NVIDIA GPU" in shown
+    assert "pin_memory: asked True, got False: pin_memory needs a CUDA GPU" in shown
+    assert "fused_optimizer" not in shown  # it is as asked
+
+
 def test_what_comes_from_files_and_users_is_text_and_no_html(tuning):
     work = points()
     history = fit(work, **QUIET)
