@@ -6,6 +6,7 @@ from html import escape
 
 WIDTH = 24  # characters of a bar or a curve
 LEFT = 'style="text-align:left"'
+WORDS = 'style="white-space:pre-wrap;word-break:normal"'  # JupyterLab breaks lines within words of an output's <pre>
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -26,11 +27,15 @@ def curve(values: Sequence[float]) -> str:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, below: str = "") -> str:
     """Return HTML: `title`, a table of `rows`, if there are any, under the names of its `columns`, and text `below`."""
+    html = ""
+    if title:
+        html += f"<pre {WORDS}><b>{_safe(title)}</b></pre>"
     lines = [_line("td", row) for row in rows]
-    html = f"<pre><b>{_safe(title)}</b></pre>"
     if lines:
         html += f"<table>{_line('th', columns)}{''.join(lines)}</table>"
-    return f"{html}<pre>{_safe(below)}</pre>"
+    if below:
+        html += f"<pre {WORDS}>{_safe(below)}</pre>"
+    return html
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:

@@ -128,14 +128,14 @@ def item_key(item: Any, size: int) -> int:
 
     An item without a path is hashed by its content.
     """
-    return xxh3_64_intdigest(f"{_identity(item)} {size}".encode(errors="surrogateescape"))  # os.fsencode is slow
+    return xxh3_64_intdigest(f"{_identity(item)} {size}".encode("utf-8", "surrogateescape"))  # os.fsencode is slow
 
 
 def _identity(item: Any) -> str:
     """Return a text that changes when an item, or its file, does."""
-    path = getattr(item, "path", None)
     if isinstance(item, PLAIN):
         return repr(item)
+    path = getattr(item, "path", None)
     if path is None:
         return content_hash(item)
     try:

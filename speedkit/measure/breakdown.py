@@ -96,15 +96,18 @@ class Breakdown:
 
     def _repr_html_(self) -> str:
         rows = [(row["cause"], f"{row['share']:.1%}", display.bar(row["share"])) for row in self.rows]
-        return display.table(str(self).partition("\n")[0], ("cause", "share", ""), rows)
+        return display.table(self._title(), ("cause", "share", ""), rows)
 
-    def __repr__(self) -> str:
+    def _title(self) -> str:
         busy = ""
         if self.busy_share is not None:
             busy = f", busy {self.busy_share:.1%} of the time"
         elif self.device.startswith("cuda"):
             busy = NOT_RECORDED
-        lines = [f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy}), in ms per step:"]
+        return f"{self.steps} steps of {1e3 * self.step_s:.4g} ms ({self.device}{busy})"
+
+    def __repr__(self) -> str:
+        lines = [f"{self._title()}, in ms per step:"]
         line = "  {cause:<26}{0:>10.4g} {share:>7.1%}   {speedup_without:.2f} times as fast without"
         lines += [line.format(1e3 * row["seconds"] / max(1, self.steps), **row) for row in self.rows]
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from speedkit import display
 from speedkit.clock import timed
@@ -134,46 +135,51 @@ def compare(
     """
     recipe = recipe or workload.recipe
     options: dict[str, Any] = {"loss_steps": loss_steps, "device": device, "cache_dir": cache_dir}
-    latest: list[Turns] = []
     label = f"{names[1]} against {names[0]}"
-    name = name or label
+    measure = functools.partial(
+        measure_pairs, pairs=pairs, max_s=max_s, large_max_s=large_max_s, looks=looks, confirm=confirm
+    )
     with (
         process_kept(device),
         closing(Contender(workload, recipe, plan_a, **options)) as a,
         closing(Contender(workload_b or workload, recipe_b or recipe, plan_b, **options)) as b,
         bar_of("pair", f"{label}{budget}", pairs, show=progress) as bar,
     ):
+        steps = warm_up(a, b)
+        measure = functools.partial(measure, rng=random.Random(seed), steps=steps)
+        concluded = functools.partial(conclude, a, b, name=name or label, names=names, steps=steps)
+        return take_turns(a, b, measure, concluded=concluded, loss_steps=loss_steps, bar=bar)
 
-        def seen(turns: Turns) -> None:
-            latest[:] = [turns]
-            ratio = statistics.median(turns.a_s) / statistics.median(turns.b_s)
-            bar.set_postfix_str(f"ratio so far {ratio:.3f}", refresh=False)
-            bar.update(len(turns.kept()[0]) - bar.n)
 
-        count = warm_up(a, b)
-        shown_by = functools.partial(conclude, a, b, name=name, names=names, steps=count)
-        try:
-            measured = measure_pairs(
-                a.turn,
-                b.turn,
-                rng=random.Random(seed),
-                steps=count,
-                pairs=pairs,
-                max_s=max_s,
-                large_max_s=large_max_s,
-                looks=looks,
-                confirm=confirm,
-                long_steps=min(LONG, len(a.run.data.train)),  # an epoch, where that is shorter
-                on_pair=seen,
-            )
-            for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
-                side.turn(max(0, loss_steps - len(side.losses)))
-        except KeyboardInterrupt:
-            if not latest or len(latest[0].a_s) < 2:
-                raise
-            so_far = shown_by(undecided(latest[0]))
-            raise Interrupted(f"stopped by SIGINT: {so_far}; {SO_FAR}", signal.SIGINT, so_far) from None
-        return shown_by(measured)
+def take_turns(
+    a: Contender,
+    b: Contender,
+    measure: Callable[..., Pairs],
+    *,
+    concluded: Callable[[Pairs], Comparison],
+    loss_steps: int,
+    bar: tqdm,
+) -> Comparison:
+    """Return what is `concluded` from the pairs that `measure` takes. Ctrl-C raises Interrupted with those so far."""
+    latest: list[Turns] = []
+
+    def seen(turns: Turns) -> None:
+        latest[:] = [turns]
+        ratio = statistics.median(turns.a_s) / statistics.median(turns.b_s)
+        bar.set_postfix_str(f"ratio so far {ratio:.3f}", refresh=False)
+        bar.update(len(turns.kept()[0]) - bar.n)
+
+    try:
+        long_steps = min(LONG, len(a.run.data.train))  # an epoch, where that is shorter
+        measured = measure(a.turn, b.turn, long_steps=long_steps, on_pair=seen)
+        for side in (a, b):  # losses may have to be compared over more steps than it takes to show a large gain
+            side.turn(max(0, loss_steps - len(side.losses)))
+    except KeyboardInterrupt:
+        if not latest or len(latest[0].a_s) < 2:
+            raise
+        so_far = concluded(undecided(latest[0]))
+        raise Interrupted(f"stopped by SIGINT: {so_far}; {SO_FAR}", signal.SIGINT, so_far) from None
+    return concluded(measured)
 
 
 def undecided(turns: Turns) -> Pairs:

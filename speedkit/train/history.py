@@ -43,7 +43,8 @@ class History:
 
     def _repr_html_(self) -> str:
         looks = [[look[key] for key in LOOK] for look in self.evaluations]
-        return table(repr(self), LOOK, looks, below=f"loss {curve(self.loss)}")
+        below = [f"loss {curve(self.loss)}", *map(str, self.effective.fallbacks)]
+        return table(repr(self), LOOK, looks, below="\n".join(below))
 
     @property
     def evaluation(self) -> dict[str, Any] | None:

@@ -6,17 +6,20 @@ import itertools
 import re
 import signal
 
+import nbformat
 import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import run_kernel
+from nbconvert import HTMLExporter
 from processes import TESTS
 from tiny import QUIET, calling, points
 from torch.utils.data import TensorDataset
 
 from speedkit import Plan, Recipe, compare, fit, from_dataset, resolve, this_machine
 from speedkit.data.cache import open_cache
+from speedkit.display import table
 from speedkit.errors import Interrupted, PlanError
 from speedkit.lab import figures
 from speedkit.lab.tuning import TuningRecord
@@ -90,6 +93,14 @@ def test_results_show_their_rows_with_a_curve_or_a_bar(tuning, tmp_path):
     assert "fp8 needs" in this_machine("cpu")._repr_html_() and len(repr(this_machine("cpu"))) < 200
 
 
+def test_a_history_shows_what_its_plan_fell_back_to_and_why():
+    plan = Plan(precision="fp8", pin_memory=True, fused_optimizer=True)
+    shown = fit(points(), plan=plan, **QUIET)._repr_html_()
+    assert "precision: asked fp8, got " in shown and "fp8 needs an NVIDIA GPU" in shown
+    assert "pin_memory: asked True, got False: pin_memory needs a CUDA GPU" in shown
+    assert "fused_optimizer" not in shown  # it is as asked
+
+
 def test_what_comes_from_files_and_users_is_text_and_no_html(tuning):
     work = points()
     history = fit(work, **QUIET)
@@ -99,6 +110,33 @@ def test_what_comes_from_files_and_users_is_text_and_no_html(tuning):
         html = shown._repr_html_()
         assert "<script" not in html and "&lt;script&gt;" in html
         html.encode()  # a front end takes no bytes that are no text
+
+
+CUT_WORDS = """() => [...document.querySelectorAll(".jp-OutputArea-output pre")].flatMap(pre => {
+  const texts = document.createTreeWalker(pre, NodeFilter.SHOW_TEXT), cut = []
+  while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/\\S+/g)) {
+    const range = document.createRange()
+    range.setStart(texts.currentNode, word.index)
+    range.setEnd(texts.currentNode, word.index + word[0].length)
+    if (range.getClientRects().length > 1) cut.push(word[0])
+  }
+  return cut
+})"""
+
+
+@pytest.mark.parametrize("width", [900, 1400])
+def test_jupyterlab_breaks_the_lines_of_a_result_between_words_and_leaves_no_empty_line(browser, tmp_path, width):
+    words = " ".join("unexplained"[:length] for length in range(1, 12))
+    html = table(f"{words} " * 4, (), (), below=f"{words} " * 7) + table(words, ("cause",), [("forward",)])
+    output = nbformat.v4.new_output("display_data", {"text/html": html})
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])])
+    (tmp_path / "page.html").write_text(HTMLExporter().from_notebook_node(notebook)[0])  # with JupyterLab's stylesheet
+    page = browser.new_page(viewport={"width": width, "height": 900}, offline=True)
+    page.goto(f"file://{tmp_path}/page.html")
+    shown = page.locator(".jp-OutputArea-output pre")
+    assert shown.count() == 3 and all(shown.all_text_contents())
+    assert shown.nth(1).bounding_box()["height"] > 1.5 * shown.nth(2).bounding_box()["height"]  # of several lines
+    assert page.evaluate(CUT_WORDS) == []
 
 
 def resolve_with_reason(why):

@@ -121,6 +121,13 @@ def test_without_a_record_of_the_gpus_work_the_rows_are_said_to_be_the_hosts():
     assert ["was not recorded" in str(breakdown) for breakdown in breakdowns] == [True, False]
 
 
+def test_the_title_of_a_breakdown_names_the_unit_of_what_is_below_it():
+    breakdown = make_breakdown("cpu", {"forward": 4 * MS, "backward": 12 * MS}, steps=2, facts=StepFacts())
+    assert str(breakdown).startswith("2 steps of 8 ms (cpu), in ms per step:\n")
+    html = breakdown._repr_html_()
+    assert "<b>2 steps of 8 ms (cpu)</b>" in html and ">share<" in html and ">75.0%<" in html
+
+
 def load_slowly(item):
     busy(0.25 * MS)
     return load(item, 8)
