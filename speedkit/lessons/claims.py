@@ -1,6 +1,7 @@
 """What the guides promise, claim by claim (claims.csv), and how it fared in the records, device by device."""
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from speedkit.lab.records import published
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 NOT_MEASURED = "not measured yet"
 NEEDS_GPU = "needs a GPU"
-BY_DECISION = {"faster": "confirmed", "slower": "contradicted", "not worth it": "smaller", "undecided": "unresolved"}
+ANY_GAIN = (1.0, math.inf)  # what a promise without a figure is read as
 BY_QUALITY = {"as good": "confirmed", "worse": "contradicted"}
 FIGURES = ("ratio", "low", "high")
 TEXTS = ("device", "notebook", "created")
@@ -60,7 +61,7 @@ def answer_of_value(promise: tuple[float, float], value: float, *, rule: bool) -
         low, high, value = -high, -low, -value
     if low <= value <= high:
         return "confirmed"
-    if rule or value <= 0:
+    if rule or value < 0:
         return "contradicted"
     return "smaller" if value < low else "larger"
 
@@ -149,7 +150,7 @@ def _found(claim: Row, record: Row) -> dict[str, Any]:
     promise, named, rule = promise_of(claim), claim["measurement"], claim["metric"] == "rule"
     for row in record["measurements"]:
         if row["name"] == named:
-            verdict = answer(promise, row) if promise else BY_DECISION[row["decision"]]
+            verdict = answer(promise or ANY_GAIN, row)
             return {"verdict": verdict} | {end: row[end] for end in FIGURES}
     if claim["metric"] == "quality" and record.get("quality"):
         quality = record["quality"]

@@ -48,6 +48,7 @@ def test_rule_on_claims(promise, interval, verdict):
         ((-50.0, -40.0), -45.0, False, "confirmed"),
         ((-50.0, -40.0), -10.0, False, "smaller"),
         ((-50.0, -40.0), -60.0, False, "larger"),
+        ((-50.0, -40.0), 0.0, False, "smaller"),
         ((-50.0, -40.0), 5.0, False, "contradicted"),
         ((80.0, 100.0), 40.0, False, "smaller"),
         ((0.0, 1000.0), -11.0, True, "contradicted"),
