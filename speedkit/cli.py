@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -188,47 +187,13 @@ def tune(workload: str, arguments: tuple[str, ...], notebook: bool, **values: An
 
 def tune_script(script: Path, arguments: tuple[str, ...], values: Values) -> None:
     """Tune a script. Raises UsageError for an option that only a workload has."""
-    from speedkit.lab.frameworks import change_in_words, lines_of
-    from speedkit.lab.patches import patch_of
-    from speedkit.lab.report import write_script_report
-    from speedkit.measure import script_tune
-    from speedkit.measure.script_places import recorded_places
-
-    def finish(folder: Path, record: Values, seen: Any) -> list[str]:
-        """Write report and patch beside tune.json; return how to apply it, and what it leaves to the author."""
-        write_script_report(record, folder / "report.html", command=sys.argv[1:])
-        patch = patch_of(
-            script,
-            record["plan"],
-            record["framework"],
-            places,
-            optimizers=list(dict.fromkeys(seen.optimizers)),
-            loader=seen.loop.loader,
-            models=seen.loop.models,
-        )
-        told = [f"tune.json and report.html are in {folder}", *patch.by_hand]
-        if patch.diff:
-            diff = folder.resolve() / "tune.diff"
-            diff.write_bytes(patch.diff)
-            told.append(f"the lines for it: git -C {shlex.quote(str(patch.root))} apply {shlex.quote(str(diff))}")
-        return told
+    from speedkit.lab.script import tune as tuning
 
     refuse_options_of_workloads(script, "budget_s", "steps", "keep")
     steps = None
     if values["steps"] is not None:
         steps = from_mapping(Recipe, {"epochs": None, "steps": values["steps"]}).steps
-    with recorded_places(script.parent) as places:
-        script_tune.tune_script(
-            script,
-            arguments,
-            values["out"],
-            in_words=change_in_words,
-            lines=lines_of,
-            budget_s=values["budget_s"],
-            steps=steps,
-            keep=values["keep"],
-            finish=finish,
-        )
+    tuning.tune_script(script, arguments, values["out"], budget_s=values["budget_s"], steps=steps, keep=values["keep"])
 
 
 @commands.command(cls=WorkloadOrScript, params=[PLAN, *RUN, *field_options(Plan)])
@@ -248,8 +213,8 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     if workload.endswith(".py"):
         profile_script(Path(workload), arguments, values)
         return
+    from speedkit.lab.script.profile import next_levers
     from speedkit.measure.profile_report import as_text, difference, profile_trace, profile_workload, read_breakdown
-    from speedkit.measure.script import next_levers
 
     against = read_breakdown(values["against"])
     read_trace = values["read_trace"]
@@ -276,8 +241,7 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
 
 def profile_script(script: Path, arguments: tuple[str, ...], values: Values) -> None:
     """Profile a script. Raises UsageError for an option that only a workload has."""
-    from speedkit.lab.frameworks import change_in_words
-    from speedkit.measure import script as scripts
+    from speedkit.lab.script import profile as scripts
     from speedkit.measure.profile_report import read_breakdown
 
     refuse_options_of_workloads(script, "stop", "hang", "against")
@@ -285,7 +249,6 @@ def profile_script(script: Path, arguments: tuple[str, ...], values: Values) -> 
         script,
         arguments,
         values["out"],
-        in_words=change_in_words,
         stop=values["stop"],
         hang_s=values["hang"],
         against=read_breakdown(values["against"]),
@@ -353,13 +316,14 @@ def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values
     """
     from speedkit.dry import dry_run as dry
     from speedkit.dry.gpus import chosen_gpus
-    from speedkit.measure.script_run import check_script
+    from speedkit.lab.script.dry import dry_run_script
+    from speedkit.lab.script.run import check_script
 
     chosen = chosen_gpus(gpus, typed(values, "sm", "memory", "bandwidth", "tflops"))
     if workload.endswith(".py"):
         refuse_options_of_workloads(workload, "gpus", "as_json", "sm", "memory", "bandwidth", "tflops")
         check_script(Path(workload))
-        find = functools.partial(dry.dry_run_script, Path(workload), arguments)
+        find = functools.partial(dry_run_script, Path(workload), arguments)
         rows = dry.dry_runs(workload, find, [OF_SCRIPT], gpus=chosen, tell=say)
     else:
         refuse_arguments(arguments)

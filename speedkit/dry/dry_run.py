@@ -49,17 +49,6 @@ def dry_run(
     return found
 
 
-def dry_run_script(script: Path, arguments: Sequence[str], *, plan: str, gpu: Gpu) -> dict[str, Any]:
-    """Return what a step of a script takes on a GPU, as `dry_run` does; `plan` is what the row calls the script's own.
-
-    Raises UsageError for what does not fit there, and SpeedkitError for a script that fails.
-    """
-    counted = run("speedkit.dry.script:counted_script", gpu, TIMEOUT_S, script=str(script), argv=list(arguments))
-    if counted is None:
-        raise UsageError(f"{script} does not fit on {gpu.name} as it is: take smaller batches")
-    return row_of(script.name, plan, gpu, counted=counted)
-
-
 def row_of(name: str, plan: Plan | str, gpu: Gpu, *, counted: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was counted of a step on a GPU, with what is predicted from it."""
     found = {"workload": name, "plan": plan, "gpu": gpu.name, "gpu_bytes": gpu.mib << 20, **counted}

@@ -9,13 +9,12 @@ from typing import Any
 
 import jinja2
 
-from speedkit import display, files
+from speedkit import files
 from speedkit.config import settings_of
 from speedkit.lab.frameworks import in_words
 from speedkit.measure import words
 from speedkit.measure.extras import missing_extra
 from speedkit.measure.optimizations import changed
-from speedkit.measure.script_words import found, headline_of_script
 from speedkit.measure.words import in_short, left_out, quality_in_words
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
@@ -57,31 +56,10 @@ def write_report(
     return Path(out)
 
 
-def template(name: str) -> jinja2.Template:
-    """Return a template of this folder, in which all that is filled in is escaped."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+def template(name: str, *folders: Path) -> jinja2.Template:
+    """Return a template of `folders` or of this one, in which all that is filled in is escaped."""
+    loader = jinja2.FileSystemLoader([*folders, Path(__file__).parent])
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
-
-
-def write_script_report(record: Row, out: str | Path, *, command: Sequence[str] = ()) -> None:
-    """Write the record of a script's tuning as a page to `out`: each optimization as a bar, with its interval."""
-    tried = [row for row in record["optimizations"] if row["ratio"] is not None]
-    rest = [row for row in record["optimizations"] if row["ratio"] is None]
-    decided = [row for row in tried if row["decision"] != "undecided"]  # the others' intervals may hold everything
-    longest = max((row["high"] for row in decided), default=1.0)
-    bars = {row["change"]: display.bar(row["low"] / longest, row["high"] / longest) for row in decided}
-    page = template("script_report.html.j2").render(
-        record=record,
-        headline=headline_of_script(record),
-        tried=tried,
-        bars=bars,
-        found=found,
-        rest=rest,
-        words=words,
-        command=command,
-        quote=shlex.quote,
-    )
-    files.write_text(out, page)
 
 
 def pictures(record: Row) -> dict[str, str]:

@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 from speedkit.dry import step
 from speedkit.dry.counts import LAUNCHED, counted, library
+from speedkit.lab.script.bench import Bench
+from speedkit.lab.script.profile import ScriptProfile
+from speedkit.lab.script.turns import Turns
 from speedkit.lab.workloads import audio, load_workload
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import text
 from speedkit.measure.predict import FUSED
 from speedkit.measure.profile import profile
-from speedkit.measure.script import ScriptProfile
-from speedkit.measure.script_bench import Bench
-from speedkit.measure.script_turns import Turns
 from speedkit.plan import PRESETS
 from speedkit.train import setup
 from speedkit.train.fit import fit

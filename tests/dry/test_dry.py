@@ -281,7 +281,7 @@ def test_what_the_stand_in_does_not_know_is_named(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import ctypes, os\nctypes.CDLL(os.environ['DRY_GPU_LIBRARY']).cudaIpcCloseMemHandle()\n")
     with pytest.raises(SpeedkitError, match=rf"torch {re.escape(torch.__version__)} calls .* lacks: cudaIpcCloseMem"):
-        run("speedkit.dry.script:counted_script", COUNTED_ON["sm_90"], script=str(script), argv=[])
+        run("speedkit.lab.script.dry:counted_script", COUNTED_ON["sm_90"], script=str(script), argv=[])
 
 
 @pytest.mark.parametrize(("script", "ends"), [("assert read < 0", "AssertionError"), ("os._exit(3)", "ended with 3")])
@@ -289,7 +289,7 @@ def test_a_script_that_insists_on_a_number_of_the_gpu_is_told_the_line_that_read
     path = tmp_path / "script.py"
     path.write_text(f"import os, torch\nread = abs(torch.ones(2, device='cuda').sum().item()) + 1\n{script}\n")
     with pytest.raises(SpeedkitError, match=rf"at line 2 of .*script.py: read = (.*\n)*.*{ends}"):
-        run("speedkit.dry.script:counted_script", COUNTED_ON["sm_90"], script=str(path), argv=[])
+        run("speedkit.lab.script.dry:counted_script", COUNTED_ON["sm_90"], script=str(path), argv=[])
 
 
 def test_an_error_in_that_process_is_told_with_its_lines():

@@ -12,9 +12,9 @@ import torch
 from processes import ROOT
 from torch import nn
 
-from speedkit.lab.patches import patch_of
+from speedkit.lab.script.patches import patch_of
+from speedkit.lab.script.places import recorded_places
 from speedkit.machine import this_machine
-from speedkit.measure.script_places import recorded_places
 from speedkit.train.process_state import process_state_kept
 
 MAIN = '''#!/usr/bin/env python3

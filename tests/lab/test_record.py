@@ -63,7 +63,7 @@ def is_current(checkout):
         ("upkeep.py", False),
         ("lab/figures.py", False),
         ("measure/words.py", False),
-        ("measure/script.py", False),
+        ("lab/script/tune.py", False),
         ("measure/stats.py", True),
         ("plan.py", True),
         ("train/loop.py", True),

@@ -13,15 +13,15 @@ from typing import Any
 
 from speedkit.data.own_loader import LOADER_OPTIONS
 from speedkit.errors import SpeedkitError
+from speedkit.lab.script.bench import Bench
+from speedkit.lab.script.feed import Candidate, Feed
+from speedkit.lab.script.turns import NewRun, Over, Turns, Work
+from speedkit.lab.script.words import found
 from speedkit.measure.contender import TURN_S
 from speedkit.measure.optimizations import Change, text
 from speedkit.measure.peaks import peaks
 from speedkit.measure.predict import Gain, computing_gains, predict
 from speedkit.measure.roofline import OperatorCounter, Operators
-from speedkit.measure.script_bench import Bench
-from speedkit.measure.script_feed import Candidate, Feed
-from speedkit.measure.script_turns import NewRun, Over, Turns, Work
-from speedkit.measure.script_words import found
 from speedkit.measure.stats import LOOKS, WORTH
 from speedkit.measure.timeline import OPTIMIZER
 from speedkit.measure.turns import Pairs, measure_pairs

@@ -1,4 +1,4 @@
-"""What a script that nobody edits asks of a GPU that is not there: it runs until one of its steps was counted."""
+"""What a script asks of a GPU that is not there: it runs until one of its steps was counted."""
 
 import gc
 import runpy
@@ -14,16 +14,30 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from speedkit.dry.counts import counted
+from speedkit.dry.dry_run import TIMEOUT_S, row_of
+from speedkit.dry.gpus import Gpu
+from speedkit.dry.process import run
 from speedkit.dry.step import WARM_UP, number_format, step_facts
 from speedkit.errors import SpeedkitError, UsageError
+from speedkit.lab.script.profile import models_of
 from speedkit.measure.roofline import OperatorCounter
-from speedkit.measure.script import models_of
 from speedkit.measure.warm_up import compilations
 from speedkit.train.memory import is_out_of_memory
 
 
 class Counted(BaseException):
     """What ends a script, with what was counted: no error that the script would handle."""
+
+
+def dry_run_script(script: Path, arguments: Sequence[str], *, plan: str, gpu: Gpu) -> dict[str, Any]:
+    """Return what a step of a script takes on a GPU, as `dry_run` does; `plan` is what the row calls the script's own.
+
+    Raises UsageError for what does not fit there, and SpeedkitError for a script that fails.
+    """
+    facts = run("speedkit.lab.script.dry:counted_script", gpu, TIMEOUT_S, script=str(script), argv=list(arguments))
+    if facts is None:
+        raise UsageError(f"{script} does not fit on {gpu.name} as it is: take smaller batches")
+    return row_of(script.name, plan, gpu, counted=facts)
 
 
 def counted_script(script: str, argv: Sequence[str]) -> dict[str, Any] | None:

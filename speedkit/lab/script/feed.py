@@ -16,11 +16,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from speedkit.data.batches import kill, set_running, workers_of
 from speedkit.data.own_loader import LOADER_OPTIONS, MemoryDataset, is_plain, own_way, why_not_kept
+from speedkit.lab.script.profile import takes_from
 from speedkit.machine import Hardware
 from speedkit.measure.optimizations import Change
 from speedkit.measure.optimizations import workers as workers_for
 from speedkit.measure.profile import LoopProfile
-from speedkit.measure.script import takes_from
 from speedkit.measure.timeline import EVALUATION
 from speedkit.plan import Plan
 

@@ -7,9 +7,9 @@ from processes import python
 from slow_scripts import ACCELERATE, LIGHTNING, SLOW_DATA
 
 from speedkit.errors import UsageError
+from speedkit.lab.script.profile import next_levers
 from speedkit.machine import this_machine
 from speedkit.measure.profile_report import read_breakdown
-from speedkit.measure.script import next_levers
 from speedkit.plan import Plan
 
 LOOP = """
@@ -94,11 +94,11 @@ def test_a_script_learns_the_same_bits_with_its_own_arguments(source, tmp_path):
     ("source", "code", "words"),
     [
         (STEPS + "raise ValueError('planted')", 1, ("line 6", "ValueError: planted")),
-        (STEPS + "raise SystemExit(3)", 3, ()),
+        (STEPS + "import os\nos.chdir('/')\nraise SystemExit(3)", 3, ()),
         (STEPS.replace("40", "1"), 0, ("script.py made 1 optimizer steps",)),
         (BY_ITSELF + "raise SystemExit(4)", 4, ("script.py makes 40 backward passes", "p.data -= ...")),
     ],
-    ids=["fails", "exits", "one step", "updates by itself"],
+    ids=["fails", "exits elsewhere", "one step", "updates by itself"],
 )
 def test_a_script_that_fails_does_so_as_ever_after_the_breakdown_of_what_ran(source, code, words, tmp_path):
     result = run(tmp_path, source, *PROFILE)

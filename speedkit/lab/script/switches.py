@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 from torch.optim import Optimizer
 
+from speedkit.lab.script.feed import Candidate, Feed
+from speedkit.lab.script.forward import Forward, why_not_around
+from speedkit.lab.script.updates import Copies, Gradients, MemoryFormat, Threads, Update
 from speedkit.machine import Hardware
 from speedkit.measure.optimizations import Change
 from speedkit.measure.profile import LoopProfile
-from speedkit.measure.script_feed import Candidate, Feed
-from speedkit.measure.script_forward import Forward, why_not_around
-from speedkit.measure.script_updates import Copies, Gradients, MemoryFormat, Threads, Update
 from speedkit.train.attention import BACKENDS
 from speedkit.train.compile import BACKEND, RECOMPILE_LIMIT
 from speedkit.train.process_state import keep_switches

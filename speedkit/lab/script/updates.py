@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from speedkit.lab.script.feed import Candidate, asynchronous_copies
+from speedkit.lab.script.profile import weights_of
 from speedkit.machine import Hardware
 from speedkit.measure.optimizations import Change
 from speedkit.measure.optimizations import threads as threads_for
-from speedkit.measure.script import weights_of
-from speedkit.measure.script_feed import Candidate, asynchronous_copies
 from speedkit.plan import Plan
 from speedkit.train.optimizer import fuse
 

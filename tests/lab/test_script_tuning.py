@@ -13,15 +13,15 @@ from slow_scripts import ACCELERATE, LIGHTNING, SLOW_DATA
 from torch import nn
 
 from speedkit.errors import UsageError
+from speedkit.lab.script.feed import Feed
+from speedkit.lab.script.forward import Forward
+from speedkit.lab.script.learning import AHEAD, STEPS, Learning
+from speedkit.lab.script.tune import tune_script
+from speedkit.lab.script.turns import NewRun, Over, Turns
+from speedkit.lab.script.updates import Gradients, MemoryFormat, Update
+from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
 from speedkit.measure.profile import LoopProfile
-from speedkit.measure.script_feed import Feed
-from speedkit.measure.script_forward import Forward
-from speedkit.measure.script_learning import AHEAD, STEPS, Learning
-from speedkit.measure.script_tune import tune_script
-from speedkit.measure.script_turns import NewRun, Over, Turns
-from speedkit.measure.script_updates import Gradients, MemoryFormat, Update
-from speedkit.measure.script_words import in_sentences
 
 # Slower, and the same each time.
 CLIPS = SLOW_DATA.replace("0.002", "0.01").replace("torch.randn(32)", "torch.full((32,), index % 7.0)")
@@ -83,6 +83,7 @@ def test_a_script_that_fails_or_exits_does_so_as_ever(source, code, words, tmp_p
     result = run(tmp_path, source, *TUNE)
     assert result.returncode == code and all(word in result.stderr for word in words), result.stderr
     assert "speedkit/" not in result.stderr and "runpy" not in result.stderr
+    assert (tmp_path / "seen" / "tune.json").exists() == ("report.html" in result.stdout)
 
 
 ODD = """
@@ -109,13 +110,12 @@ def test_a_script_that_forks_prints_otherwise_and_has_a_second_loop_is_tuned(tmp
 
 
 def test_what_cannot_be_tuned_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    options = {"in_words": str, "lines": list, "budget_s": 1.0}
     with pytest.raises(UsageError, match="there is no script"):
-        tune_script(tmp_path / "none.py", [], tmp_path / "out", **options)
+        tune_script(tmp_path / "none.py", [], tmp_path / "out", budget_s=1.0)
     (tmp_path / "script.py").write_text(STEPS_OF)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="start it without torchrun"):
-        tune_script(tmp_path / "script.py", [], tmp_path / "out", **options)
+        tune_script(tmp_path / "script.py", [], tmp_path / "out", budget_s=1.0)
     for words, refused in (
         (("--seeds", "3", "script.py"), "--seeds is for a workload"),
         (("--keep", "audio"), "--keep is for a script"),

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 from builtins import print  # to which a script may give another meaning
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from speedkit.files import claim_folder, read_json, write_json
+from speedkit.lab.frameworks import change_in_words
+from speedkit.lab.script.run import as_python, check_script
 from speedkit.machine import this_machine
 from speedkit.measure.bottlenecks import Row
 from speedkit.measure.hang import hang_told
@@ -28,7 +30,6 @@ from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
 from speedkit.measure.profile_report import difference
-from speedkit.measure.script_run import as_python, check_script
 from speedkit.measure.timeline import BACKWARD, CHECKPOINT, FORWARD, OPTIMIZER, Timeline
 from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
@@ -213,7 +214,6 @@ def profile_script(
     arguments: Sequence[str],
     out: Path,
     *,
-    in_words: Callable[[str, str], str],
     stop: bool = False,
     hang_s: float = 120.0,
     against: Row | None = None,
@@ -221,32 +221,29 @@ def profile_script(
     """Run the script at `path` with its own `arguments`, show why its steps take long, and leave `out`/breakdown.json.
 
     Nothing in it is edited. It finds what `with profile(...)` is given: the optimizer that updates most weights, the
-    modules that own these, and the DataLoader whose batches they learn from, if it is one. `in_words`
-    tells how a framework spells a change, "" where it has no word. `stop` ends the script with the first answer;
-    after `hang_s` without a step it is told where the script is; `against` is an older breakdown. Of several ranks each
-    has a folder in `out`. A script that fails or exits does so as ever, after the breakdown of what ran. Raises
-    UsageError where there is no such script.
+    modules that own these, and the DataLoader whose batches they learn from, if it is one. `stop` ends the script with
+    the first answer; after `hang_s` without a step it is told where the script is; `against` is an older breakdown. Of
+    several ranks each has a folder in `out`. A script that fails or exits does so as ever, after the breakdown of what
+    ran. Raises UsageError where there is no such script.
     """
     check_script(path)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         out /= f"rank{os.environ['RANK']}"
-    folder = claim_folder(out, "profile")
+    folder = claim_folder(out.absolute(), "profile")
     seen = ScriptProfile(folder, hang_s, stop=stop)
 
     def conclude() -> None:
         if why := seen.too_few():
             print(f"speedkit: {path} {why}", file=sys.stderr, flush=True)
             return
-        report(seen, path, in_words=in_words, ranks=ranks, against=against)
+        report(seen, path, ranks=ranks, against=against)
 
     with as_python(path, arguments, conclude) as name, seen.installed():
         runpy.run_path(name, run_name="__main__")
 
 
-def report(
-    seen: ScriptProfile, path: Path, *, in_words: Callable[[str, str], str], ranks: int, against: Row | None
-) -> None:
+def report(seen: ScriptProfile, path: Path, *, ranks: int, against: Row | None) -> None:
     """Show what was seen of a script, with the changes in the words of its framework, and leave breakdown.json."""
     loop = seen.loop
     assert loop is not None
@@ -254,7 +251,7 @@ def report(
         loop.notes.append(f"{seen.others} steps of other optimizers came later, in another loop: they are not in here")
     loop.conclude(show=True)
     for row in loop.bottlenecks:
-        row["in_words"] = in_words(row["change"], seen.framework)
+        row["in_words"] = change_in_words(row["change"], seen.framework)
         print(f"{row['cause']}, in {seen.framework}: {row['in_words'] or row['change']}")
     if loop.nothing_stands_out and ranks == 1:  # operators may be at work, or wait for another rank
         switched_on: Change = {"fused_optimizer": all(group.get("fused") for group in loop.optimizer.param_groups)}

@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from speedkit.lab.source_edits import Sources, argument
-from speedkit.measure.script_places import Place
+from speedkit.lab.script.places import Place
+from speedkit.lab.script.source_edits import Sources, argument
 
 # What a class is called in the table's words -> what it is among the places.
 FRAMEWORKS = ("Trainer", "TrainingArguments", "Accelerator")

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedkit.lab.script.feed import Feed
+from speedkit.lab.script.profile import weights_of
+from speedkit.lab.script.turns import Work
 from speedkit.measure.optimizations import Change
 from speedkit.measure.quality import mean_difference, same_losses
-from speedkit.measure.script import weights_of
-from speedkit.measure.script_feed import Feed
-from speedkit.measure.script_turns import Work
 
 STEPS = 16  # whose losses are compared
 AHEAD = 2  # before these: a loop may have fetched the batches of so many steps

@@ -5,24 +5,28 @@ import io
 import math
 import os
 import runpy
+import shlex
 import sys
 from builtins import print  # to which a script may give another meaning
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
+from unittest import mock
 
 from torch.optim import optimizer
 
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, finite, write_json
+from speedkit.lab.frameworks import change_in_words, lines_of
+from speedkit.lab.script.patches import patch_of
+from speedkit.lab.script.places import Place, recorded_places
+from speedkit.lab.script.profile import ScriptProfile
+from speedkit.lab.script.report import write_script_report
+from speedkit.lab.script.run import as_python, check_script
+from speedkit.lab.script.tuning import Row, Tuning, tell
+from speedkit.lab.script.turns import NewRun, SwitchFailed
+from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
-from speedkit.measure.optimizations import Change
-from speedkit.measure.script import ScriptProfile
-from speedkit.measure.script_run import as_python, check_script
-from speedkit.measure.script_tuning import Row, Tuning, tell
-from speedkit.measure.script_turns import NewRun, SwitchFailed
-from speedkit.measure.script_words import in_sentences
 
 NEVER_S = 1e6  # without a step, before it is told where a script hangs: it stands still while a tuning thinks
 SAVERS = {  # what writes weights: module, and name in it
@@ -100,7 +104,7 @@ class ScriptTuning:
         """Return whether a script looks for weights that it would have saved."""
         return isinstance(error, FileNotFoundError) and str(error.filename) in self.unsaved
 
-    def record(self, in_words: Callable[[str, str], str], lines: Callable[[Change, str], list[str]]) -> Row:
+    def record(self) -> Row:
         """Return what `tune.json` holds."""
         tuning = self.tuning
         profile = self.seen.loop
@@ -112,9 +116,9 @@ class ScriptTuning:
             "steps": tuning.turns.steps,
             "runs": tuning.bench.runs,
             "step_s": tuning.step_s,
-            "optimizations": [row | {"in_words": in_words(row["change"], framework)} for row in tuning.rows],
+            "optimizations": [row | {"in_words": change_in_words(row["change"], framework)} for row in tuning.rows],
             "plan": tuning.kept,
-            "in_words": lines(tuning.kept, framework),
+            "in_words": lines_of(tuning.kept, framework),
             "speedup": tuning.speedup,
             "notes": tuning.notes,
         }
@@ -155,7 +159,7 @@ class ScriptTuning:
             self.unsaved += [str(word) for word in args if isinstance(word, (str, os.PathLike))]
             return None
 
-        stack.enter_context(patch.object(owner, name, skipped))
+        stack.enter_context(mock.patch.object(owner, name, skipped))
 
 
 def leave(ended: BaseException | None) -> NoReturn:
@@ -179,25 +183,21 @@ def tune_script(
     arguments: Sequence[str],
     out: Path,
     *,
-    in_words: Callable[[str, str], str],
-    lines: Callable[[Change, str], list[str]],
     budget_s: float,
     steps: int | None = None,
     keep: bool = False,
-    finish: Callable[[Path, Row, ScriptProfile], list[str]] | None = None,
 ) -> None:
     """Run the script at `path` with its own `arguments`, try in its loop what can be switched between two steps.
 
-    Leaves `out`/tune.json. `in_words` tells how a framework spells a change, `lines` how it spells a whole plan. It
-    takes about `budget_s`, and at most so many `steps`; `keep` lets the script save its weights. `finish` gets the
-    folder, the record and what was seen of the script, and returns what else is to be said. A script that fails does so
-    as ever. Raises UsageError where there is no such script, or it is one of several ranks.
+    Leaves tune.json, report.html and, where something was kept, tune.diff in `out`. It takes about `budget_s`, and at
+    most so many `steps`; `keep` lets the script save its weights. A script that fails does so as ever. Raises
+    UsageError where there is no such script, or it is one of several ranks.
     """
     check_script(path)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a script is tuned in one process: start it without torchrun, then train by what was found")
-    folder = claim_folder(out, "tune")
-    job = ScriptTuning(path, Tuning(budget_s, steps or math.inf), keep=keep)
+    folder = claim_folder(out.absolute(), "tune")
+    job = ScriptTuning(path.absolute(), Tuning(budget_s, steps or math.inf), keep=keep)
 
     def conclude() -> None:
         """Leave the record of what was found, and say it."""
@@ -207,12 +207,33 @@ def tune_script(
         if not job.tuning.rows:
             tell(f"{path} {job.seen.too_few() or 'was over before anything was tried: give it a longer --budget'}")
             return
-        record = job.record(in_words, lines)
+        record = job.record()
         write_json(folder / "tune.json", finite(record))
-        told = in_sentences(record)
-        if finish is not None:
-            told += finish(folder, record, job.seen)
+        write_script_report(record, folder / "report.html", command=sys.argv[1:])
+        told = [*in_sentences(record), f"tune.json and report.html are in {folder}"]
+        told += leave_patch(job, folder, places)
         print("\n".join(told), flush=True)
 
-    with as_python(path, arguments, conclude) as name:
+    with recorded_places(job.path.parent) as places, as_python(path, arguments, conclude) as name:
         job.run(folder, name)
+
+
+def leave_patch(job: ScriptTuning, folder: Path, places: Sequence[Place]) -> list[str]:
+    """Write the patch of what was kept, if there is any; return how to apply it, and what it leaves to the author."""
+    loop = job.seen.loop
+    assert loop is not None
+    patch = patch_of(
+        job.path,
+        job.tuning.kept,
+        job.seen.framework,
+        places,
+        optimizers=list(dict.fromkeys(job.seen.optimizers)),
+        loader=loop.loader,
+        models=loop.models,
+    )
+    told = list(patch.by_hand)
+    if patch.diff:
+        diff = folder.resolve() / "tune.diff"
+        diff.write_bytes(patch.diff)
+        told.append(f"the lines for it: git -C {shlex.quote(str(patch.root))} apply {shlex.quote(str(diff))}")
+    return told

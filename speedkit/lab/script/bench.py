@@ -13,16 +13,16 @@ from torch import nn
 from torch.optim import Optimizer, optimizer
 
 from speedkit.clock import synchronize
+from speedkit.lab.script.feed import Candidate, Feed
+from speedkit.lab.script.forward import Forward
+from speedkit.lab.script.learning import Learning, Row
+from speedkit.lab.script.profile import ScriptProfile
+from speedkit.lab.script.switches import Loop, Plugged
+from speedkit.lab.script.turns import SwitchFailed, Turns, Work
+from speedkit.lab.script.updates import Gradients
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import Change
 from speedkit.measure.roofline import OperatorCounter
-from speedkit.measure.script import ScriptProfile
-from speedkit.measure.script_feed import Candidate, Feed
-from speedkit.measure.script_forward import Forward
-from speedkit.measure.script_learning import Learning, Row
-from speedkit.measure.script_switches import Loop, Plugged
-from speedkit.measure.script_turns import SwitchFailed, Turns, Work
-from speedkit.measure.script_updates import Gradients
 from speedkit.measure.timeline import CHECKPOINT, RARE
 from speedkit.measure.warm_up import compilations
 

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from speedkit.lab.frameworks import KEPT, rows_for
-from speedkit.lab.model_lines import definitions, model_line
-from speedkit.lab.script_calls import MADE, Calls, Unplaced
-from speedkit.lab.source_edits import Sources, argument, copies_in
+from speedkit.lab.script.calls import MADE, Calls, Unplaced
+from speedkit.lab.script.model_lines import definitions, model_line
+from speedkit.lab.script.places import LOOP, MODELS, ZERO_GRAD, Place, root_of
+from speedkit.lab.script.source_edits import Sources, argument, copies_in
 from speedkit.measure.optimizations import plan_of, text
-from speedkit.measure.script_places import LOOP, MODELS, ZERO_GRAD, Place, root_of
 
 SET_TO_NONE = "set_to_none"  # a field of no plan: gradients that a script sets to zero are dropped
 KEPT_CLASS, _, _ = KEPT.rpartition("\n")
