@@ -20,13 +20,14 @@ from speedkit.files import claim_folder, finite, write_json
 from speedkit.lab.frameworks import change_in_words, lines_of
 from speedkit.lab.script.patches import patch_of
 from speedkit.lab.script.places import Place, recorded_places
-from speedkit.lab.script.profile import ScriptProfile
+from speedkit.lab.script.profile import SEEN_STEPS, ScriptProfile
 from speedkit.lab.script.report import write_script_report
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.lab.script.tuning import Row, Tuning, tell
 from speedkit.lab.script.turns import NewRun, SwitchFailed
 from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
+from speedkit.measure.profile import SKIP
 
 NEVER_S = 1e6  # without a step, before it is told where a script hangs: it stands still while a tuning thinks
 SAVERS = {  # what writes weights: module, and name in it
@@ -103,6 +104,14 @@ class ScriptTuning:
     def _is_of_unsaved(self, error: Exception) -> bool:
         """Return whether a script looks for weights that it would have saved."""
         return isinstance(error, FileNotFoundError) and str(error.filename) in self.unsaved
+
+    def why_nothing(self) -> str:
+        """Return why nothing was tried."""
+        loop = self.seen.loop
+        if loop is not None and self.tuning.bench.first is None and self.tuning.in_time():
+            takes = SEEN_STEPS + SKIP + loop.observer.needed
+            return f"made {SEEN_STEPS + loop.steps} steps, too few to look at: it takes {takes} in a run"
+        return self.seen.too_few() or "was over before anything was tried: give it a longer --budget"
 
     def record(self) -> Row:
         """Return what `tune.json` holds."""
@@ -205,7 +214,7 @@ def tune_script(
         if job.tuning.turns.error is not None:
             raise job.tuning.turns.error
         if not job.tuning.rows:
-            tell(f"{path} {job.seen.too_few() or 'was over before anything was tried: give it a longer --budget'}")
+            tell(f"{path} {job.why_nothing()}")
             return
         record = job.record()
         write_json(folder / "tune.json", finite(record))
