@@ -74,11 +74,20 @@ def test_a_slow_loader_is_told_in_a_script_that_is_run_again_silently_and_saves_
             ("line 8", "ValueError: planted"),
         ),
         (STEPS_OF.replace("400", "1") + "raise SystemExit(3)", 3, ("script.py made 1 optimizer steps",)),
+        (STEPS_OF + "with open('w.pt', 'wb') as f: torch.save({}, f)\ntorch.load('w.pt')", 0, ("misses", "EOFError")),
         (STEPS_OF.replace("400", "15"), 0, ("script.py made 15 steps, too few to look at",)),
         (BY_ITSELF + "raise SystemExit(4)", 4, ("script.py makes 400 backward passes", "p.data -= ...")),
         (STEPS_OF.replace("400", "35") + "import os; os._exit(7)", 7, ()),
     ],
-    ids=["fails", "fails elsewhere", "one step", "few steps", "updates by itself", "leaves at once"],
+    ids=[
+        "fails",
+        "fails elsewhere",
+        "one step",
+        "weights of its own",
+        "few steps",
+        "updates by itself",
+        "leaves at once",
+    ],
 )
 def test_a_script_that_fails_or_exits_does_so_as_ever(source, code, words, tmp_path):
     result = run(tmp_path, source, *TUNE)

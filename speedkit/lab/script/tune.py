@@ -46,7 +46,7 @@ class ScriptTuning:
         self.tuning = tuning
         self.keep = keep
         self.seen: ScriptProfile
-        self.unsaved: list[str] = []
+        self.saves_nothing = False
 
     def run(self, folder: Path, name: str) -> None:
         """Run the script, whose file has this `name`, until the tuning is over. Raises what it raises by itself."""
@@ -68,6 +68,11 @@ class ScriptTuning:
                 ended: BaseException | None = None
             except (Exception, SystemExit) as error:
                 ended = error
+            if self.saves_nothing and isinstance(ended, (OSError, EOFError)):  # that come of missing or empty files
+                tell(
+                    f"the script misses what it has not saved ({type(ended).__name__}: {ended}): that ends a run of it"
+                )
+                ended = None
             is_fork = os.getpid() != process_here
             if is_fork and self.tuning.bench.runs > 1:
                 leave(ended)
@@ -85,7 +90,7 @@ class ScriptTuning:
         bench.plan = {}
         if turns.decided or turns.over or bench.first is None:
             return False
-        if isinstance(ended, Exception) and not self._is_of_unsaved(ended):
+        if isinstance(ended, Exception):
             if plan:
                 turns.interrupt(SwitchFailed(f"{type(ended).__name__}: {ended}"))
                 return True
@@ -100,10 +105,6 @@ class ScriptTuning:
             tell("the loop was over before all was decided: the script is run again, silently, as often as it takes")
         turns.interrupt(NewRun())
         return True
-
-    def _is_of_unsaved(self, error: Exception) -> bool:
-        """Return whether a script looks for weights that it would have saved."""
-        return isinstance(error, FileNotFoundError) and str(error.filename) in self.unsaved
 
     def why_nothing(self) -> str:
         """Return why nothing was tried."""
@@ -163,9 +164,9 @@ class ScriptTuning:
             """Write nothing to a file."""
             if any(isinstance(word, io.BytesIO) for word in args):
                 return save(*args, **kwargs)
-            if not self.unsaved:
+            if not self.saves_nothing:
                 tell("the script saves nothing while it is tuned, for what it learns there is of no use; --keep saves")
-            self.unsaved += [str(word) for word in args if isinstance(word, (str, os.PathLike))]
+            self.saves_nothing = True
             return None
 
         stack.enter_context(mock.patch.object(owner, name, skipped))
