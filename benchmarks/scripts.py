@@ -9,6 +9,7 @@ repository's name. What the scripts import must be installed or on PYTHONPATH. A
 import argparse
 import copy
 import csv
+import functools
 import json
 import os
 import random
@@ -35,12 +36,12 @@ WORDS = ["the", "sea", "a", "ship", "of", "light", "and", "wind", "on", "grey", 
 # ---- generated data, in the formats that the scripts read ----
 
 
-def mnist(folder: Path) -> None:
-    """Write digits as the four files of MNIST."""
+def mnist(folder: Path, counts: tuple[int, int] = (6000, 1000)) -> None:
+    """Write digits as the four files of MNIST, so many to train and to test with."""
     rng = np.random.default_rng(0)
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    for part, count in (("train", 6000), ("t10k", 1000)):
+    for part, count in zip(("train", "t10k"), counts, strict=True):
         labels = rng.integers(0, 10, count, dtype=np.uint8)
         images = rng.integers(0, 64, (count, 28, 28), dtype=np.uint8)
         for image, label in zip(images, labels, strict=True):
@@ -133,6 +134,7 @@ def run_first(path: Path) -> None:
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "mnist": mnist,
+    "whole-mnist": functools.partial(mnist, counts=(60_000, 10_000)),
     "images": images,
     "masks": masks,
     "words": words,
@@ -225,7 +227,7 @@ def profiled(script: Script) -> dict[str, object]:
 def tuned(script: Script) -> dict[str, object]:
     """Tune a script; where that leaves a patch, return the seconds of the plain and the patched script, in turns."""
     out = script.root.with_name(f"{script.root.name}-out")
-    code, lines, tuning_s = script.run("-m", "speedkit", "tune", "--budget", BUDGET, "--out", str(out))
+    code, lines, tuning_s = script.run("-m", "speedkit", "tune", "--keep", "--budget", BUDGET, "--out", str(out))
     result: dict[str, object] = {"name": script.row["name"], "code_tuned": code, "seconds_tuned": round(tuning_s, 1)}
     if not (out / "tune.json").exists():
         return result | {"end": lines[-3:]}
