@@ -40,7 +40,7 @@ class Bench:
         self.stack = contextlib.ExitStack()
         self.runs = 0
         self.process = os.getpid()
-        self.first: ScriptProfile | None = None  # of the run that was profiled
+        self.looked = False  # closely, at the loop of a run
         self.compiled = False  # by the script itself
         self.gradients = Gradients()
         self.plan: Change = {}  # that is switched on
@@ -87,14 +87,14 @@ class Bench:
             self._begin()
         self.learning.after_step()
         if inspect.getgeneratorstate(profile.observation) == inspect.GEN_CLOSED:  # it has been looked at closely
-            self.first = self.first or self.seen
+            self.looked = True
             self.turns.step_ended()
 
     def _begin(self) -> None:
         """Get hold of the loop that was found. Only in the first run it is looked at closely."""
         profile = self.seen.loop
         assert profile is not None
-        if self.first is not None:
+        if self.looked:
             profile.observation.close()
         else:
             self.compiled = profile.compiled or compilations() > 0
@@ -121,6 +121,8 @@ class Bench:
                 self.apply({})
             self.loop.feed.close()
             self.loop = None
+            self.plugged = Plugged([])
+            del self.learning  # which holds a copy of all weights
 
     # ---- work between steps ----
 

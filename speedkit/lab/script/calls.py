@@ -46,6 +46,7 @@ class Calls:
                 raise Unplaced("the loop takes its batches from no DataLoader")
             data = id(self.loader.dataset)  # of which a framework makes another loader
             found = [place for place in found if place.dataset == data]
+            found = [place for place in found if place.made() is self.loader] or found
         elif kind in FRAMEWORKS:  # another one may be made later, for a test
             found = [place for place in self.places[:first] if place.kind == kind]
         direct = [place for place in found if place.direct]

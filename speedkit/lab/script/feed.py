@@ -1,6 +1,7 @@
 """The batches of a script's loop: its own, or those of another DataLoader over the same data set."""
 
 import contextlib
+import copy
 import itertools
 import sys
 import time
@@ -87,7 +88,10 @@ class Feed:
     def _why_not_kept(self) -> str:
         if self.loader.batch_sampler is None:
             return "its data set makes whole batches"
-        return why_not_kept(self.loader)
+        try:
+            return why_not_kept(self.loader)
+        except Exception as error:  # of a data set that only a worker opens, say
+            return f"this process cannot make a sample: {type(error).__name__}: {error}"
 
     # ---- what is switched on ----
 
@@ -185,7 +189,7 @@ class Feed:
             first = not self.given[id(batches)]
             self.given[id(batches)] += 1
             if self.replay:
-                batch = self.loop.next_batch(deque.popleft, self.replay)
+                batch = copy.deepcopy(self.loop.next_batch(deque.popleft, self.replay))
             elif self.stream is not None:
                 batch = self.loop.next_batch(next, self.stream)
             elif first and batches._num_workers:
@@ -193,7 +197,7 @@ class Feed:
             else:
                 batch = fetch(batches)
             if self.record is not None:
-                self.record.append(batch)
+                self.record.append(copy.deepcopy(batch))  # the loop may work in place, or take parts out
             return batch
 
         return next_batch

@@ -37,7 +37,7 @@ from speedkit.plan import Plan
 
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 ANSWER_S = 30.0  # of stepping, after which there is a first answer
-SAVERS = {  # what makes a checkpoint, beside torch.save: module, and name in it
+CHECKPOINTS = {  # what makes one, beside torch.save: module, and name in it
     "lightning.pytorch": "Trainer.save_checkpoint",
     "pytorch_lightning": "Trainer.save_checkpoint",
     "transformers.trainer": "Trainer._save_checkpoint",
@@ -122,8 +122,8 @@ class ScriptProfile:
 
     def _time_checkpoints(self, timeline: Timeline) -> None:
         """Count all that a framework does for a checkpoint as such: it gathers, names, writes and deletes."""
-        for module in SAVERS.keys() & sys.modules.keys():
-            owner, name = SAVERS[module].split(".")
+        for module in CHECKPOINTS.keys() & sys.modules.keys():
+            owner, name = CHECKPOINTS[module].split(".")
             saver = getattr(sys.modules[module], owner, None)  # what a package imports late is used by nobody yet
             if saver is not None:
                 save = getattr(saver, name)
@@ -152,6 +152,8 @@ class ScriptProfile:
 
 def takes_from(loop: LoopProfile, loader: DataLoader | None) -> bool:
     """Return whether a loop learns from this loader's batches: it is the loop's own, or that one made anew."""
+    if not torch.is_grad_enabled():  # it evaluates
+        return False
     return loader is loop.loader or (loop.models[0].training and is_alike(loader, loop.loader))
 
 

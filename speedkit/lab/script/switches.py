@@ -183,7 +183,7 @@ class Plugged:
         for number, switch in enumerate(self.switches):
             wanted = {field: plan[field] for field in switch.fields if field in plan}
             if wanted != self.now[number]:
-                switch.set(wanted)
                 self.now[number] = wanted
+                switch.set(wanted)  # after it: what fails half-way is undone by the next plan
                 changed = True
         return changed

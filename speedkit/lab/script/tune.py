@@ -20,7 +20,7 @@ from speedkit.files import claim_folder, finite, write_json
 from speedkit.lab.frameworks import change_in_words, lines_of
 from speedkit.lab.script.patches import patch_of
 from speedkit.lab.script.places import Place, recorded_places
-from speedkit.lab.script.profile import SEEN_STEPS, ScriptProfile
+from speedkit.lab.script.profile import CHECKPOINTS, SEEN_STEPS, ScriptProfile
 from speedkit.lab.script.report import write_script_report
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.lab.script.tuning import Row, Tuning, tell
@@ -30,7 +30,7 @@ from speedkit.machine import this_machine
 from speedkit.measure.profile import SKIP
 
 NEVER_S = 1e6  # without a step, before it is told where a script hangs: it stands still while a tuning thinks
-SAVERS = {  # what writes weights: module, and name in it
+WRITERS = CHECKPOINTS | {  # of weights: module, and name in it
     "torch": "save",
     "safetensors.torch": "serialize_file",
     "lightning.fabric.plugins.io.torch_io": "TorchCheckpointIO.save_checkpoint",
@@ -55,7 +55,7 @@ class ScriptTuning:
         while True:
             os.chdir(folder_here)
             self.seen = ScriptProfile(folder, NEVER_S, stop=False)
-            self.seen.answered = True  # in the end
+            self.seen.answered = True  # no first answer: the tuning tells at its end
             steps = self.tuning.turns.steps
             try:
                 with (
@@ -69,9 +69,8 @@ class ScriptTuning:
             except (Exception, SystemExit) as error:
                 ended = error
             if self.saves_nothing and isinstance(ended, (OSError, EOFError)):  # that come of missing or empty files
-                tell(
-                    f"the script misses what it has not saved ({type(ended).__name__}: {ended}): that ends a run of it"
-                )
+                if self.tuning.bench.runs == 1:
+                    tell(f"the script misses what was not saved, and ends there: {type(ended).__name__}: {ended}")
                 ended = None
             is_fork = os.getpid() != process_here
             if is_fork and self.tuning.bench.runs > 1:
@@ -88,7 +87,7 @@ class ScriptTuning:
         bench = tuning.bench
         plan = bench.plan
         bench.plan = {}
-        if turns.decided or turns.over or bench.first is None:
+        if turns.decided or turns.over or not bench.looked:
             return False
         if isinstance(ended, Exception):
             if plan:
@@ -109,7 +108,7 @@ class ScriptTuning:
     def why_nothing(self) -> str:
         """Return why nothing was tried."""
         loop = self.seen.loop
-        if loop is not None and self.tuning.bench.first is None and self.tuning.in_time():
+        if loop is not None and not self.tuning.bench.looked and self.tuning.in_time():
             takes = SEEN_STEPS + SKIP + loop.observer.needed
             return f"made {SEEN_STEPS + loop.steps} steps, too few to look at: it takes {takes} in a run"
         return self.seen.too_few() or "was over before anything was tried: give it a longer --budget"
@@ -142,7 +141,7 @@ class ScriptTuning:
             yield
             return
         with contextlib.ExitStack() as stack:
-            left = set(SAVERS)
+            left = set(WRITERS)
 
             def skip_those_imported(*_: Any) -> None:
                 for module in left & sys.modules.keys():
@@ -154,7 +153,7 @@ class ScriptTuning:
             yield
 
     def _skip(self, module: str, stack: contextlib.ExitStack) -> None:
-        *path, name = SAVERS[module].split(".")
+        *path, name = WRITERS[module].split(".")
         owner: Any = sys.modules[module]
         for part in path:
             owner = getattr(owner, part)
@@ -221,8 +220,9 @@ def tune_script(
         write_json(folder / "tune.json", finite(record))
         write_script_report(record, folder / "report.html", command=sys.argv[1:])
         told = [*in_sentences(record), f"tune.json and report.html are in {folder}"]
-        told += leave_patch(job, folder, places)
         print("\n".join(told), flush=True)
+        for line in leave_patch(job, folder, places):
+            print(line, flush=True)
 
     with recorded_places(job.path.parent) as places, as_python(path, arguments, conclude) as name:
         job.run(folder, name)

@@ -81,6 +81,10 @@ class Tuning:
                 self._finally()
         except Over:
             self.notes.append("the time or the steps were used up before all was decided")
+        except Exception as error:  # the rows that are there are worth more
+            if not self.rows:
+                raise
+            self.notes.append(f"the tuning ended early: {type(error).__name__}: {error}")
         for candidate in self.waiting:
             self.rows.append(self._row(candidate) | {"why": "not tried: time or steps for it are used up"})
 
@@ -183,17 +187,19 @@ class Tuning:
         if "compile" in fields:
             row["compile_s"] = compile_s
             row["pays_from_step"] = math.ceil(compile_s / (self.step_s * (1 - 1 / pairs.interval.ratio)))
-        row["kept"] = learns.get("passed", True)
+        row["kept"] = learns.get("passed", False)
         row["why"] = "faster, and learns the same"
         if learns["why"] == SAME_SAMPLES:
             row["why"] = f"faster, and {SAME_SAMPLES}"
         elif not learns["tested"]:
-            row["why"] = f"faster; whether it learns the same was not tested: {learns['why']}"
+            row["why"] = f"faster, but whether it learns the same was not tested: {learns['why']}"
         elif not row["kept"]:
             row["why"] = f"faster, but learns something else: {learns['why']}"
         elif row.get("pays_from_step", 0) > self.run_steps:
             row["kept"] = False
-            row["why"] = f"faster, but pays from {row['pays_from_step']:,} steps on; this run has {self.run_steps:,}"
+            row["why"] = (
+                f"faster, but pays only after {row['pays_from_step']:,} steps; this run makes {self.run_steps:,}"
+            )
         return row
 
     def _learns(self, fields: Change, plan: Change) -> Row:

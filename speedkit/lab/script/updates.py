@@ -39,7 +39,7 @@ class MemoryFormat:
         if not weights:
             why = "the model has no two-dimensional convolution"
         elif all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights):
-            why = "its weights are so already"
+            why = "its weights are channels_last already"
         yield "channels_last", {"channels_last": True}, why
 
     def set(self, wanted: Change) -> None:

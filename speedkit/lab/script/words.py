@@ -49,9 +49,11 @@ def headline_of_script(record: Row) -> str:
         return f"Nothing that was tried makes {script} faster: it stays as it is."
     kept = text(record["plan"])
     if speedup["ratio"] is None:
-        return f"Kept by single comparisons: {kept}; for all of it against {script} as it is no time was left."
+        return (
+            f"Each of these was faster by itself: {kept}. No time was left to hold all of it against {script} as it is."
+        )
     if speedup["decision"] == "undecided":
-        return f"Kept by single comparisons: {kept}; for all of it against {script} as it is nothing was decided."
+        return f"Each of these was faster by itself: {kept}. All of it against {script} as it is was not decided."
     ratio = f"{speedup['ratio']:.2f} times as fast {interval_text(speedup)}"
     told = "" if speedup["decision"] == "faster" else f": {speedup['decision']}"
     return f"A step of {script} is {ratio} with {kept}{told}."
