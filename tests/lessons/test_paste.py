@@ -281,9 +281,9 @@ def test_the_guard_leaves_no_trace_of_a_bad_batch_and_the_search_names_it():
     for name, tensor in guarded.model.state_dict().items():
         assert torch.equal(tensor, clean.model.state_dict()[name]), name
     assert guarded.guard.get_scale() == 1.0  # halved by each bad step, it would end at 0, and training with it
-    clean.explain(*good[:8])
+    clean.explain(clean.model, *good[:8])
     with pytest.raises(RuntimeError, match="returned nan values"):
-        guarded.explain(*data[8:16])
+        guarded.explain(guarded.model, *data[8:16])
 
 
 def test_the_guard_leaves_no_trace_of_a_finite_loss_whose_gradients_are_not():
