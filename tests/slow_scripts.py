@@ -1,4 +1,4 @@
-"""Scripts that are profiled and tuned as they are: a slow data set, and loops over it in two frameworks."""
+"""Scripts that are profiled and tuned as they are: a slow data set, loops over it, and what is odd in scripts."""
 
 SLOW_DATA = """
 import sys, time, torch
@@ -39,4 +39,18 @@ net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.paramete
 for inputs, labels in loader:
     accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
     optimizer.step(), optimizer.zero_grad()
+"""
+# Odd, before a loop of `w`: it prints otherwise and forks; and after it: a second loop.
+FORKS = """
+import builtins, os, sys
+builtins.print = lambda *words, **_: sys.stdout.write("mine")
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+"""
+SECOND_LOOP = """
+o = torch.optim.SGD(w.parameters(), 0.1)
+for i in range(5):
+    w(torch.randn(2, 4)).sum().backward(), o.step()
 """

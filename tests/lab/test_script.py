@@ -4,7 +4,7 @@ import json
 
 import pytest
 from processes import python
-from slow_scripts import ACCELERATE, LIGHTNING, SLOW_DATA
+from slow_scripts import ACCELERATE, FORKS, LIGHTNING, SECOND_LOOP, SLOW_DATA
 
 from speedkit.errors import UsageError
 from speedkit.lab.script.profile import next_levers
@@ -122,25 +122,10 @@ def test_the_processes_of_a_script_end_when_it_tells_them_to(tmp_path):
     assert result.returncode == 0 and "breakdown.json" in result.stdout, result.stderr
 
 
-ODD = """
-import builtins, os, sys
-print("read", sys.stdin.read())
-builtins.print = lambda *words, **_: sys.stdout.write("mine")
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-os.waitpid(child, 0)
-"""
-ODD_END = """
-o = torch.optim.SGD(w.parameters(), 0.1)
-for i in range(5):
-    w(torch.randn(2, 4)).sum().backward(), o.step()
-os._exit(7)
-"""
-
-
 def test_a_script_that_forks_and_leaves_at_once_in_its_second_loop_is_profiled_once(tmp_path):
-    result = run(tmp_path, ODD + STEPS + ODD_END, *PROFILE)
+    result = run(
+        tmp_path, "import sys\nprint('read', sys.stdin.read())" + FORKS + STEPS + SECOND_LOOP + "os._exit(7)", *PROFILE
+    )
     assert result.returncode == 7 and result.stdout.startswith("read ") and "mine" not in result.stdout
     assert result.stdout.count("20 steps of") == 1 and "5 steps of other optimizers came later" in result.stdout
     assert (tmp_path / "seen" / "breakdown.json").exists() and "too few" not in result.stderr

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from processes import python
-from slow_scripts import ACCELERATE, LIGHTNING, SLOW_DATA
+from slow_scripts import ACCELERATE, FORKS, LIGHTNING, SECOND_LOOP, SLOW_DATA
 from torch import nn
 
 from speedkit.errors import UsageError
@@ -96,23 +96,8 @@ def test_a_script_that_fails_or_exits_does_so_as_ever(source, code, words, tmp_p
     assert (tmp_path / "seen" / "tune.json").exists() == ("report.html" in result.stdout)
 
 
-ODD = """
-import builtins, os, sys
-builtins.print = lambda *words, **_: sys.stdout.write("mine")
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-os.waitpid(child, 0)
-"""
-ODD_END = """
-o = torch.optim.SGD(w.parameters(), 0.1)
-for i in range(5):
-    w(torch.randn(2, 4)).sum().backward(), o.step()
-"""
-
-
 def test_a_script_that_forks_prints_otherwise_and_has_a_second_loop_is_tuned(tmp_path):
-    result = run(tmp_path, ODD + STEPS_OF + ODD_END, *TUNE, "--steps", "700")
+    result = run(tmp_path, FORKS + STEPS_OF + SECOND_LOOP, *TUNE, "--steps", "700")
     assert result.returncode == 0 and "mine" not in result.stdout, result.stderr
     record = json.loads((tmp_path / "seen" / "tune.json").read_text())
     assert record["steps"] <= 700 and result.stdout.count("script.py") >= 1
