@@ -48,7 +48,7 @@ def from_dataset(
 
     Of outputs and targets `loss` gives one number, the mean over the batch, and `score` one per sample [B], by default
     1 where the largest output is that of the target. A module is copied for each training; a function that makes one
-    gives each seed its own. `others` are fields of Workload. What is random belongs into `augment`: a cache would keep
+    gives each seed its own. `others` are fields of Workload. What is random belongs in `augment`: a cache would keep
     what a data set drew first. Raises SpeedkitError for what cannot be trained on.
     """
     samples = samples_of(train, "train")

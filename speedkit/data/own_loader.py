@@ -125,7 +125,7 @@ def why_not_kept(loader: Any) -> str:
         first = tree_leaves([loader.dataset[index] for index in range(count)])
         again = tree_leaves([loader.dataset[index] for index in range(count)])
     if not all(map(same_value, first, again)):
-        return "a sample made twice is not the same: what your data set draws at random belongs into the loop"
+        return "a sample made twice is not the same: what your data set draws at random belongs in the loop"
     takes = sum(getattr(leaf, "nbytes", 0) for leaf in first) * len(loader.dataset) / max(count, 1)
     if takes > MEMORY_SHARE * free_bytes(torch.device("cpu")):
         return f"its samples take {takes / 1e9:.3g} GB, more than half of the memory that is free"

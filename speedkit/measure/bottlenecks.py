@@ -55,7 +55,10 @@ def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device)
         breakdown.facts.why_not_kept = why_not_kept(loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         data: Any = loader.dataset
-        count = min(loader.batch_size or 1, len(data))
+        size = 1  # an item is a batch, where the loader joins none
+        if loader.batch_sampler is not None:  # one of the user's own need not say how many it joins
+            size = getattr(loader.batch_sampler, "batch_size", None) or breakdown.facts.items_at_once
+        count = min(size, len(data))
         time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
         breakdown.facts.items_s *= breakdown.facts.batches
         breakdown.facts.collate_s *= breakdown.facts.batches

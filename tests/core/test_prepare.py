@@ -204,7 +204,7 @@ def test_a_cache_makes_each_sample_once_though_the_loader_had_workers(capsys, mo
         (stream, {"checkpointing": "blocks"}, "has no repeated blocks"),
         (stream, {"workers": 2}, "give your loader a number"),
         (stream, {"cache": "ram"}, "no number to find them by"),
-        (augmented, {"cache": "ram"}, "belongs into the loop"),
+        (augmented, {"cache": "ram"}, "belongs in the loop"),
         (parts, {"precision": "fp16"}, "torch.amp.GradScaler"),
     ],
 )

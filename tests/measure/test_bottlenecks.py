@@ -160,6 +160,17 @@ def test_what_a_loader_draws_at_random_is_seen():
     assert "at random" in row["evidence"] and "cache" not in row["change"]
 
 
+SAMPLERS = {"PyTorch's": torch.utils.data.BatchSampler(range(16), 8, drop_last=False), "own": [[*range(8)]] * 2}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_batch_of_a_batch_sampler_counts_with_all_its_items(sampler):
+    data = torch.utils.data.TensorDataset(torch.ones(16, 3))
+    breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts(items_at_once=8))
+    bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(data, batch_sampler=sampler), torch.device("cpu"))
+    assert breakdown.facts.batch_bytes == 8 * 12
+
+
 # For real.
 
 

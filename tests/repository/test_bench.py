@@ -8,7 +8,7 @@ from processes import ROOT, python
 from speedkit.files import read_json
 
 FOLDER = ROOT / "benchmarks"
-NO_LIMITS = ("common", "notebook_hang", "peers", "scripts")
+NO_LIMITS = ("common", "notebook_hang", "peers", "planted", "scripts")
 SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in NO_LIMITS]
 
 
@@ -33,3 +33,11 @@ def test_peers_print_what_their_record_holds(tmp_path):
     assert [row["name"] for row in record["measurements"]] == printed
     assert {"read: speedkit's cache", "step of 64 samples: speedkit"} <= {*printed}
     assert {"commit", "machine"} <= {*record}
+
+
+@pytest.mark.slow
+def test_planted_prints_what_is_named_first():
+    done = python(FOLDER / "planted.py", "float64", "evaluation without no_grad")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PyTorch")]
+    assert ["named first: " in line for line in lines] == [True, True], done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("not planted: ") == 2
