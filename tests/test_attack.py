@@ -44,7 +44,8 @@ def started(tmp_path):
     def started(number, *words, start=("-m", "speedkit"), **options):
         folder = tmp_path / f"{number}"
         folder.mkdir(exist_ok=True)
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}"} | options.pop("variables", {})
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}", "PYTHONFAULTHANDLER": "1"}
+        environment |= options.pop("variables", {})
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         options = pipes | {"start_new_session": True} | options
         process = subprocess.Popen([sys.executable, *start, *words], cwd=folder, env=environment, **options)
@@ -66,7 +67,12 @@ def wait_for(happened, process):
 
 def end_of(process):
     """Return the exit code of a process and what it complained, once its workers are gone, too."""
-    complaint = process.communicate(timeout=GUARD_S)[1]
+    try:
+        complaint = process.communicate(timeout=GUARD_S)[1]
+    except subprocess.TimeoutExpired:
+        for hanging in [*psutil.Process(process.pid).children(recursive=True), process]:
+            hanging.send_signal(signal.SIGABRT)  # faulthandler prints where each of its threads is
+        pytest.fail(f"hangs:\n{process.communicate(timeout=GUARD_S)[1]}")
     assert "Traceback" not in complaint, complaint
     assert complaint.count("speedkit: ") <= 1, complaint
     return process.returncode, complaint

@@ -28,6 +28,7 @@ from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
 from speedkit.machine import this_machine
+from speedkit.measure.words import duration, recipe_steps, training_s
 from speedkit.options import DEBUG, seconds
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -244,10 +245,12 @@ def tunings_table(folder: Path) -> str:
         side, speedup = headline(record)
         code = f"{record['commit']}, {record['created'][:10]}, {mark(record, folder / TUNE)}"
         workload = escaped(record["workload"]["name"])
-        rows.append([machine_name(record), workload, result_text(speedup), BASELINES[side], code])
-    return markdown_table(
-        ["machine", "workload", "times as fast (99 %)", "as the faster of the two baselines", "code"], rows
-    )
+        steps = recipe_steps(record)
+        before, after = map(duration, training_s(record, steps))
+        training = f"{after} instead of {before}, {steps:,} steps"
+        rows.append([machine_name(record), workload, training, result_text(speedup), BASELINES[side], code])
+    head = ["machine", "workload", "whole training, over plain PyTorch", "a step, times as fast (99 %)", "over", "code"]
+    return markdown_table(head, rows)
 
 
 def machine_name(record: Row) -> str:

@@ -111,14 +111,19 @@ def what_would_decide(record: Row) -> str:
     return f"{how}: in this tuning a gain of {record['resolution']:.2f} was found every other time."
 
 
+def training_s(record: Row, steps: int) -> tuple[float, float]:
+    """Return the seconds of a training of `steps` in plain PyTorch, and by the final plan with all that it prepares."""
+    step_s = record["step_s"]
+    return steps * step_s["baseline"], steps * step_s["final"] + sum(record["payback"]["prepare_s"].values())
+
+
 def whole_training(record: Row) -> list[str]:
     """Return what a whole training takes by the recipe, and by the horizon where that is another, and what is prepared.
 
     Building the cache and compiling are among it.
     """
-    step_s = record["step_s"]
     payback = record["payback"]
-    horizon = round(payback["baseline_s"] / step_s["baseline"])
+    horizon = round(payback["baseline_s"] / record["step_s"]["baseline"])
     prepared = []
     for name, what in (("cache", "build the cache"), ("compile", "compile")):
         if payback["prepare_s"][name]:
@@ -126,8 +131,7 @@ def whole_training(record: Row) -> list[str]:
     included = f", {' and '.join(prepared)} included" if prepared else ""
     sentences = []
     for steps in dict.fromkeys((recipe_steps(record), horizon)):
-        before = duration(steps * step_s["baseline"])
-        after = duration(steps * step_s["final"] + sum(payback["prepare_s"].values()))
+        before, after = map(duration, training_s(record, steps))
         sentences.append(f"A training of {steps:,} steps takes {after} instead of {before} in plain PyTorch{included}.")
     if prepared and payback["pays_back_after_s"] is None:
         sentences.append(f"Preparing does not pay back within {horizon:,} steps.")
