@@ -22,6 +22,7 @@ from speedkit.measure.contender import Contender, warm_up
 from speedkit.measure.process import process_kept
 from speedkit.measure.stats import LOOKS, Decision, paired_interval
 from speedkit.measure.turns import LONG, Pairs, Turns, measure_pairs
+from speedkit.measure.words import is_boundless
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train.progress import bar_of
@@ -82,13 +83,14 @@ class Comparison:
         return {key: value for key, value in vars(self).items() if not key.startswith(left_out)}
 
     def __repr__(self) -> str:
+        ratio = f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
+        if is_boundless(vars(self)):
+            ratio = "not settled"
         total = ""
         if self.ratio_total is not None:
-            total = f", {self.ratio_total:.3f} in total"
-        return (
-            f"{self.b} against {self.a}: {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}) "
-            f"in {len(self.seconds_a)} pairs of this run{total}: {self.decision}"
-        )
+            total = f", {self.ratio_total:.3f} by total time"
+        pairs = len(self.seconds_a)
+        return f"{self.b} against {self.a}: {ratio} in {pairs} pairs of this run{total}: {self.decision}"
 
     def _repr_html_(self) -> str:
         return pair_table(repr(self), vars(self))

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from speedkit.lab.report import in_short, left_out, write_report
-from speedkit.measure.words import duration, outcome, ratio_text, result_text
+from speedkit.measure.words import duration, outcome, ratio_text, result_text, step_in_words
 from speedkit.plan import Plan
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
@@ -58,7 +58,7 @@ ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0, "decision": "not worth it"}
         ),
         ({"speedup": WON | {"decision": "undecided"}, "speedup_careful": NOISE}, "Nothing was decided.", "comparisons"),
         ({"speedup": WON, "speedup_careful": NOISE}, "A training", "3.98 times as fast (3.90 to 4.00, 99 %)"),
-        ({"speedup": WON, "speedup_careful": NOISE}, "A training", "careful plan nothing was decided (0.02 to 311.21"),
+        ({"speedup": WON, "speedup_careful": NOISE}, "A training", "careful plan nothing was decided."),
         ({"speedup": LOST}, "A training", "0.64 times as fast (0.55 to 0.73, 99 %) as with plain PyTorch: slower."),
         ({"speedup": WON | {"decision": "not worth it"}}, "A training", "as with plain PyTorch: not worth it."),
         ({"speedup": WON, "speedup_careful": ITSELF}, "A training", "3.98 times"),
@@ -148,6 +148,8 @@ def test_an_interval_without_bounds_is_told_in_words():
     assert all("not settled" in text and "7.3" not in text and "8385397" not in text for text in told)
     assert result_text(row | {"low": 0.9, "high": 9.0}) == "undecided (0.90 to 9.00)"
     slower = {"ratio": 0.11, "low": 0.05, "high": 0.24, "decision": "slower"}
+    noisy = {"speedup": WON, "speedup_careful": WON, "speedup_again": row, "step_s": {"baseline": 1.0, "careful": 2.0}}
+    assert "nothing was decided" in step_in_words(noisy)[-1]
     assert outcome(slower) == "0.11 times as fast (0.05 to 0.24), slower"
 
 

@@ -55,8 +55,8 @@ STALLING = 50 * (1 / 0.91 - 0.95)  # a plan whose steps take 0.95 s, and 1 / 0.9
 @pytest.mark.parametrize(
     ("a", "b", "decision"),
     [
-        ({"mean_s": 1.0, "stall_s": 5.0}, {"mean_s": 1.0}, "faster"),  # 1.10 in total
-        ({"mean_s": 1.0}, {"mean_s": 0.95, "stall_s": STALLING}, "slower"),  # 0.91 in total
+        ({"mean_s": 1.0, "stall_s": 5.0}, {"mean_s": 1.0}, "faster"),  # 1.10 by total time
+        ({"mean_s": 1.0}, {"mean_s": 0.95, "stall_s": STALLING}, "slower"),  # 0.91 by total time
         ({"mean_s": 1.05}, {"mean_s": 1.0}, "faster"),
         ({"mean_s": 1.0, "bursts": 0.02}, {"mean_s": 1.0, "bursts": 0.02}, "not worth it"),
     ],
