@@ -204,13 +204,19 @@ def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error():
         paste("23", {"by_blocks = True": "by_blocks = False"}, model=torch.nn.Sequential(torch.nn.Linear(8, 4)))
 
 
+class First(torch.nn.Module):
+    def forward(self, results):
+        return results[0]
+
+
 def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsys):
-    layers = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.InstanceNorm2d(8), torch.nn.Conv2d(8, 4, 3)
-    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    layers = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.InstanceNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)
+    pooled = torch.nn.MaxPool2d(2, return_indices=True), First(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    model = torch.nn.Sequential(*layers, *pooled)
     data = TensorDataset(torch.randn(16, 3, 8, 8), torch.arange(16) % 4)
     plain = script(copy.deepcopy(model), data)
     learn(plain)
-    after = paste("24", **script(model, data))
+    after = paste("24", **script(model, data), device="cpu")
     [line] = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"InstanceNorm2d\(.*\) returns NCHW", line)
     assert after.model[0].weight.is_contiguous(memory_format=torch.channels_last)
