@@ -224,11 +224,16 @@ def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsy
         assert torch.allclose(ours, theirs, atol=1e-3)
 
 
-def test_attention_runs_the_kernel_that_was_asked_for(capsys):
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_attention_tells_which_kernel_ran_and_which_refused(capsys, dimensions):
     query, key, value = torch.randn(3, 2, 4, 16, 8)
-    after = paste("25", query=query, key=key, value=value)
-    assert "flash" in capsys.readouterr().out
-    exact = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1) @ value
+    mask = torch.randn((1, 4, 16, 16)[-dimensions:])
+    after = paste("25", query=query, key=key, value=value, mask=mask)
+    ran, *refused = capsys.readouterr().out.splitlines()
+    assert ("flash" in ran) == (dimensions == 4)
+    assert any("FLASH_ATTENTION refused" in line for line in refused) == (dimensions == 3)
+    assert any("CUDNN_ATTENTION refused" in line for line in refused)
+    exact = (query @ key.transpose(-2, -1) / 8**0.5 + mask).softmax(-1) @ value
     assert torch.allclose(after.output, exact, atol=1e-5)
 
 
