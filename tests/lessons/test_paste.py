@@ -265,7 +265,7 @@ def test_what_is_computed_twice_is_not_kept_and_changes_no_gradient():
 
     before, kept = measured()
     names = [*model.state_dict()]
-    paste("27", model=model)
+    paste("27", model=model, step=lambda: None)
     after, fewer = measured()
     assert torch.equal(before, after) and fewer < 0.7 * kept
     assert [*model.state_dict()] == names
@@ -426,6 +426,26 @@ def test_wide_linear_layers_are_multiplied_in_8_bits_and_their_weights_stay(gpu)
     pytest.importorskip("torchao")
     eight, wide_weights = gpu("eight_bits", "H100")
     assert eight == ["blocks.0.linear", "blocks.1.linear"] and all(wide_weights)
+
+
+def computed_twice():
+    model, inputs = Net(width=1024).cuda(), torch.randn(1 << 16, 8, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    after = paste("27", model=model, step=step)
+    return after.before, after.peak_mb()
+
+
+@compiler
+def test_the_peak_before_and_after_is_that_of_a_step(gpu):
+    before, after = gpu("computed_twice", "H100")
+    weights_and_moments_mb = 3 * 4 * 2 * 1024**2 / 1e6
+    assert weights_and_moments_mb < after < 0.9 * before
 
 
 def too_large():
