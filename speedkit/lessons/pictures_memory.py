@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ON_ALL, ORANGE, STYLE, new_figure, write_beside
 
 
 @style.context(STYLE)
@@ -63,17 +63,18 @@ def tried(
 
 @style.context(STYLE)
 def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Return what each row's plan keeps and how long its step takes, beside the first row of the same `net`."""
+    """Return what each row's plan keeps and how long its step takes, beside the first row of the same `net`.
+
+    `low` and `high` of a row are the interval of its time, as shares of the first row's.
+    """
     names = [f"{row['net']}, {row['checkpointing']}" for row in rows]
     figure, axes = new_figure(0.55 * len(rows) + 1.3, names, title=title)
     first: dict[str, Mapping[str, Any]] = {}
     for y, row in enumerate(rows):
         plain = first.setdefault(row["net"], row)
         for shift, key, colour in ((-0.2, "kept_bytes", BLUE), (0.2, "step_s", ORANGE)):
-            share = row[key] / plain[key]
-            axes.barh(y + shift, 100 * share, 0.36, color=colour)
-            text = f"{row[key] / 1e6:.3g} MB" if key == "kept_bytes" else f"{1e3 * row[key]:.3g} ms"
-            axes.text(100 * share + 1, y + shift, text, va="center", fontsize=8.5)
-    axes.axvline(100, color=GREEN, linewidth=0.8)
-    axes.set(xlabel="per cent of keeping all (blue: memory kept, orange: time of a step)")
+            axes.barh(y + shift, 100 * row[key] / plain[key], 0.36, color=colour)
+        axes.plot([100 * row["low"], 100 * row["high"]], [y + 0.2] * 2, "|-", markersize=7, **ON_ALL)
+        write_beside(axes, y, f"{row['kept_bytes'] / 1e6:.3g} MB\n{1e3 * row['step_s']:.3g} ms")
+    axes.set(xlabel="per cent of keeping all (blue: memory kept; orange: time of a step, with its 99 % interval)")
     return figure

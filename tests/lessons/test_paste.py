@@ -204,13 +204,19 @@ def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error():
         paste("23", {"by_blocks = True": "by_blocks = False"}, model=torch.nn.Sequential(torch.nn.Linear(8, 4)))
 
 
+class First(torch.nn.Module):
+    def forward(self, results):
+        return results[0]
+
+
 def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsys):
-    layers = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.InstanceNorm2d(8), torch.nn.Conv2d(8, 4, 3)
-    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    layers = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.InstanceNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)
+    pooled = torch.nn.MaxPool2d(2, return_indices=True), First(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    model = torch.nn.Sequential(*layers, *pooled)
     data = TensorDataset(torch.randn(16, 3, 8, 8), torch.arange(16) % 4)
     plain = script(copy.deepcopy(model), data)
     learn(plain)
-    after = paste("24", **script(model, data))
+    after = paste("24", **script(model, data), device="cpu")
     [line] = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"InstanceNorm2d\(.*\) returns NCHW", line)
     assert after.model[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -218,11 +224,16 @@ def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsy
         assert torch.allclose(ours, theirs, atol=1e-3)
 
 
-def test_attention_runs_the_kernel_that_was_asked_for(capsys):
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_attention_tells_which_kernel_ran_and_which_refused(capsys, dimensions):
     query, key, value = torch.randn(3, 2, 4, 16, 8)
-    after = paste("25", query=query, key=key, value=value)
-    assert "flash" in capsys.readouterr().out
-    exact = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1) @ value
+    mask = torch.randn((1, 4, 16, 16)[-dimensions:])
+    after = paste("25", query=query, key=key, value=value, mask=mask)
+    ran, *refused = capsys.readouterr().out.splitlines()
+    assert ("flash" in ran) == (dimensions == 4)
+    assert any("FLASH_ATTENTION refused" in line for line in refused) == (dimensions == 3)
+    assert any("CUDNN_ATTENTION refused" in line for line in refused)
+    exact = (query @ key.transpose(-2, -1) / 8**0.5 + mask).softmax(-1) @ value
     assert torch.allclose(after.output, exact, atol=1e-5)
 
 
@@ -254,7 +265,7 @@ def test_what_is_computed_twice_is_not_kept_and_changes_no_gradient():
 
     before, kept = measured()
     names = [*model.state_dict()]
-    paste("27", model=model)
+    paste("27", model=model, step=lambda: None)
     after, fewer = measured()
     assert torch.equal(before, after) and fewer < 0.7 * kept
     assert [*model.state_dict()] == names
@@ -415,6 +426,26 @@ def test_wide_linear_layers_are_multiplied_in_8_bits_and_their_weights_stay(gpu)
     pytest.importorskip("torchao")
     eight, wide_weights = gpu("eight_bits", "H100")
     assert eight == ["blocks.0.linear", "blocks.1.linear"] and all(wide_weights)
+
+
+def computed_twice():
+    model, inputs = Net(width=1024).cuda(), torch.randn(1 << 16, 8, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    after = paste("27", model=model, step=step)
+    return after.before, after.peak_mb()
+
+
+@compiler
+def test_the_peak_before_and_after_is_that_of_a_step(gpu):
+    before, after = gpu("computed_twice", "H100")
+    weights_and_moments_mb = 3 * 4 * 2 * 1024**2 / 1e6
+    assert weights_and_moments_mb < after < 0.9 * before
 
 
 def too_large():
