@@ -15,7 +15,7 @@ from processes import ROOT, TESTS
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-LESSONS = ("02", "10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41")
+LESSONS = ("02", "10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41", "50")
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
@@ -355,6 +355,15 @@ def test_int8_keeps_the_outputs_near_in_a_quarter_of_the_bytes():
     inner = after._orig_mod.blocks[0].linear.weight
     assert inner.qdata.dtype == torch.int8 and inner.qdata.shape == (64, 64)
     assert type(after._orig_mod.head.weight.data) is torch.Tensor  # 8 does not divide its 4 outputs
+
+
+def test_a_promise_is_measured_in_pairs_of_random_order():
+    steps = []
+    after = paste("50", before=lambda: steps.append("before"), after=lambda: steps.append("after"))
+    pairs = [*zip(steps[::2], steps[1::2], strict=True)]
+    assert {*pairs} == {("before", "after"), ("after", "before")} and len(after.ratios) == len(pairs) - 10
+    outside = [ratio for ratio in after.ratios if not after.low <= ratio <= after.high]
+    assert len(outside) == 22  # of 40: the median lies between the 12th and the 29th in 99 of 100 cases
 
 
 # On a GPU that is not there: what these return, a process that has it does.
