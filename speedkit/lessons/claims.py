@@ -13,7 +13,7 @@ from speedkit.lab.records import published
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
 NOT_MEASURED = "not measured yet"
 NEEDS_GPU = "needs a GPU"
-ANY_GAIN = (1.0, math.inf)  # what a promise without a figure is read as
+ANY_GAIN = (1.02, math.inf)  # what a promise without a figure is read as: what is worth it, as in comparisons
 BY_QUALITY = {"as good": "confirmed", "worse": "contradicted"}
 FIGURES = ("ratio", "low", "high")
 TEXTS = ("device", "notebook", "created")
@@ -40,7 +40,7 @@ def answer(promise: tuple[float, float], measurement: Row) -> str:
     """Return how the 99 % interval of a measured ratio answers a promised range of speed-up (below 1: a stated cost).
 
     contradicted: all of it is on the other side of 1. unresolved: it holds 1 and part of the promise. confirmed: it
-    holds part of the promise. smaller, larger: it lies beside the promise, nearer to 1 or farther from it.
+    lies within the promise. not refuted: it overlaps it. smaller, larger: it lies beside it, nearer to 1 or farther.
     """
     low, high = measurement["low"], measurement["high"]
     if promise[1] < 1:  # a cost, seen from the other side
@@ -51,7 +51,9 @@ def answer(promise: tuple[float, float], measurement: Row) -> str:
         return "smaller"
     if low > promise[1]:
         return "larger"
-    return "unresolved" if low <= 1 else "confirmed"
+    if low <= 1:
+        return "unresolved"
+    return "confirmed" if promise[0] <= low and high <= promise[1] else "not refuted"
 
 
 def answer_of_value(promise: tuple[float, float], value: float, *, rule: bool) -> str:

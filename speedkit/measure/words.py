@@ -146,8 +146,9 @@ def whole_training(record: Row) -> list[str]:
     included = f", {' and '.join(prepared)} included" if prepared else ""
     sentences = []
     for steps in dict.fromkeys((recipe_steps(record), horizon)):
-        before, after = map(duration, training_s(record, steps))
-        sentences.append(f"A training of {steps:,} steps takes {after} instead of {before} in plain PyTorch{included}.")
+        before_s, after_s = training_s(record, steps)
+        took = f"{duration(after_s)} instead of {duration(before_s)} in plain PyTorch{included}"
+        sentences.append(f"A training of {steps:,} steps takes {took}: {before_s / after_s:.2f} times as fast.")
     if prepared and payback["pays_back_after_s"] is None:
         sentences.append(f"Preparing does not pay back within {horizon:,} steps.")
     elif prepared:

@@ -10,6 +10,7 @@ from speedkit.errors import SpeedkitError
 from speedkit.files import write_json
 from speedkit.lab.record import read_notebook
 from speedkit.lessons.claims import (
+    ANY_GAIN,
     NEEDS_GPU,
     NOT_MEASURED,
     Reading,
@@ -29,7 +30,10 @@ BF16 = {"name": "bf16", "ratio": 2.05, "low": 1.9, "high": 2.2, "decision": "fas
 @pytest.mark.parametrize(
     ("promise", "interval", "verdict"),
     [
-        ((2.0, 3.0), (1.9, 2.1), "confirmed"),  # interval and promise overlap
+        ((2.0, 3.0), (2.1, 2.9), "confirmed"),  # all of the interval is in the promise
+        ((2.0, 3.0), (1.9, 2.1), "not refuted"),  # part of it is
+        (ANY_GAIN, (1.03, 9.0), "confirmed"),
+        (ANY_GAIN, (0.97, 1.01), "smaller"),
         ((2.0, 3.0), (1.4, 1.5), "smaller"),
         ((2.0, 3.0), (3.2, 3.5), "larger"),
         ((1.1, 1.3), (0.95, 1.2), "unresolved"),  # includes 1, and part of the promise
@@ -87,7 +91,7 @@ def test_every_claim_has_a_row_for_each_record_of_its_lesson_and_one_where_none_
     rows = answers(CLAIMS, gather(folder), lambda record: record["hardware"]["cpu"])
     keys = ("claim", "device", "verdict", "stale", "ratio", "value")
     assert [tuple(row[key] for key in keys) for row in rows if row["device"] in ("", "another CPU")] == [
-        ("C01", "another CPU", "confirmed", True, 2.05, None),
+        ("C01", "another CPU", "not refuted", True, 2.05, None),
         ("C02", "another CPU", "confirmed", True, 2.05, None),
         ("C03", "another CPU", NEEDS_GPU, True, None, None),
         ("C04", "another CPU", "smaller", True, None, -10.0),
