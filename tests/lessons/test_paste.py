@@ -191,6 +191,18 @@ def test_the_search_leaves_model_and_optimizer_alone_and_steps_in_parts_are_thos
     assert all(torch.allclose(end, ends[-1], atol=1e-6) for end in ends)
 
 
+def test_mixed_precision_trains_in_bfloat16_on_a_cpu_too():
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    try:
+        after = paste("21", **script(model, rows()))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert after.device == "cpu" and after.dtype == torch.bfloat16 and after.loss.isfinite()
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    assert not torch.equal(model.stem.weight, before["stem.weight"])
+
+
 @compiler
 @pytest.mark.slow
 def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error():
