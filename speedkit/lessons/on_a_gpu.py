@@ -114,5 +114,5 @@ def order(gpu: str = "H100") -> Figure:
     about = "on each stream in the order of the host's calls; lengths are numbers, not times (counted)"
     axes.set(xlim=(0, None), xticks=[], xlabel=about)
     marks = [Patch(color=colour, label=label) for colour, label in ASKED.values()]
-    add_caption(figure, "Where the host waits, and where it goes on at once", marks)
+    add_caption(figure, "As it comes the host waits for each copy; from page-locked memory for none", marks)
     return figure

@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, ON_ALL, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
 Row = Mapping[str, Any]
@@ -27,21 +27,19 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
 
 
 @style.context(STYLE)
-def break_even(
-    eager_s: float, compiled: Mapping[str, tuple[float, float]], paid: Mapping[str, float], *, last: float, title: str
-) -> Figure:
-    """Return seconds up to step `last`: eager ones of `eager_s`, and compiled, each (seconds to compile, of a step).
+def break_even(compiled: Mapping[str, tuple[float, Sequence[float]]], *, last: float, title: str) -> Figure:
+    """Return the seconds that compiling has saved by each step up to `last`: less than none, until it has paid.
 
-    `paid` has the step at which a line crosses the eager one, where that was shown.
+    Of each plan: the seconds to compile, and those that a step saves at most, likeliest and at least, for its band.
     """
     figure, axes = new_figure(3.2, title=title)
-    axes.plot([0, last], [0, last * eager_s], color=GREY, linewidth=2.5, label="eager")
-    for (name, (seconds, step_s)), colour in zip(compiled.items(), COLOURS, strict=False):
-        axes.plot([0, last], [seconds, seconds + last * step_s], color=colour, label=name)
-        if name in paid:
-            axes.plot(paid[name], paid[name] * eager_s, "o", markersize=5, **ON_ALL)
-    axes.set(xlim=(0, last), ylim=(0, None))
-    _finish(axes, xlabel="training steps", ylabel="seconds since the start")
+    axes.axhline(0, color=GREY, linewidth=2.5, label="eager")
+    for (name, (seconds, saved_s)), colour in zip(compiled.items(), COLOURS, strict=False):
+        most, likeliest, least = ([-seconds, last * each_s - seconds] for each_s in saved_s)
+        axes.fill_between([0, last], least, most, color=colour, alpha=0.2, linewidth=0)
+        axes.plot([0, last], likeliest, color=colour, label=f"{name} (band: 99 % interval)")
+    axes.set(xlim=(0, last))
+    _finish(axes, xlabel="training steps", ylabel="seconds saved so far")
     return figure
 
 

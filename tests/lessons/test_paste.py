@@ -171,18 +171,36 @@ def test_a_cached_data_set_makes_nothing_in_the_second_epoch(workers):
     assert source.made.tolist() == made
 
 
-def test_parts_of_the_micro_batch_add_up_to_the_gradients_of_the_batch():
-    names = script(Net(), rows())
+def test_the_search_leaves_model_and_optimizer_alone_and_steps_in_parts_are_those_of_the_batch():
+    names = script(Net(dropout=0.1), rows())
     names |= {"inputs": torch.randn(12, 8), "targets": torch.arange(12) % 4}
+    before, random = copy.deepcopy(names["model"].state_dict()), torch.get_rng_state()
     after = paste("20", **names)
-    assert [*after.took_s] == [1, 3, 6, 12] and after.optimizer.state
+    for name, tensor in after.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert not after.optimizer.state and torch.equal(torch.get_rng_state(), random)
+    assert [*after.took_s] == [1, 3, 6, 12] and after.twin[1].state
     fast = [size for size, seconds in after.took_s.items() if seconds < 1.03 * min(after.took_s.values())]
     assert after.micro_batch == max(fast)
-    for size in (after.micro_batch, 5):
-        after.gradients(size)
-        parts = gradients(after.model)
-        after.gradients(12)
-        assert torch.allclose(parts, gradients(after.model), atol=1e-6)
+    ends = []
+    for size in (after.micro_batch, 5, 12):
+        model = Net()
+        model.load_state_dict(before)
+        after.step(model, torch.optim.SGD(model.parameters(), lr=0.1), after.inputs, after.targets, size)
+        ends.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+    assert all(torch.allclose(end, ends[-1], atol=1e-6) for end in ends)
+
+
+def test_mixed_precision_trains_in_bfloat16_on_a_cpu_too():
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    try:
+        after = paste("21", **script(model, rows()))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert after.device == "cpu" and after.dtype == torch.bfloat16 and after.loss.isfinite()
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    assert not torch.equal(model.stem.weight, before["stem.weight"])
 
 
 @compiler
