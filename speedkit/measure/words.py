@@ -9,6 +9,7 @@ from speedkit.recipe import Recipe
 # What a tuning is compared with, by its key in `step_s` of a record: its headline is over the faster of the two.
 BASELINES = {"baseline": "plain PyTorch", "careful": "the careful plan"}
 Row = Mapping[str, Any]
+WIDEST = 100.0  # of an interval: its high end over its low one
 
 
 def device_name(record: Row) -> str:
@@ -39,17 +40,31 @@ def headline(record: Row) -> tuple[str, Row]:
     return next(iter(speedups(record).items()))
 
 
+def is_boundless(row: Row) -> bool:
+    """Return whether an interval holds 1 and reaches so far that it tells nothing."""
+    return row["low"] < 1 < row["high"] and row["high"] > WIDEST * row["low"]
+
+
 def ratio_text(row: Row) -> str:
     """Return a ratio with its interval, and whether that shows something slower."""
+    if is_boundless(row):
+        return "not settled"
     slower = ": slower" if row["high"] < 1 else ""
     return f"{row['ratio']:.2f}× ({row['low']:.2f} to {row['high']:.2f}{slower})"
 
 
 def result_text(row: Row) -> str:
     """Return a ratio with its interval where it is decided, and else the interval alone."""
-    if row["decision"] == "undecided" and row["low"] < row["high"]:
+    if row["decision"] == "undecided" and row["low"] < row["high"] and not is_boundless(row):
         return f"undecided ({row['low']:.2f} to {row['high']:.2f})"
     return ratio_text(row)
+
+
+def outcome(row: Row) -> str:
+    """Return a ratio, its interval and its decision as the end of a sentence."""
+    if is_boundless(row):
+        return "not settled: there were too few turns for so noisy a machine"
+    return "{ratio:.2f} times as fast ({low:.2f} to {high:.2f}), {decision}".format_map(row)
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from speedkit.lab.report import in_short, left_out, write_report
-from speedkit.measure.words import duration, ratio_text
+from speedkit.measure.words import duration, outcome, ratio_text, result_text
 from speedkit.plan import Plan
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
@@ -140,6 +140,15 @@ def test_no_optimization_is_left_out_twice_nor_a_field_that_is_in_the_plan(recor
         {"optimization": "threads", "change": "threads=1", "kept": False, "ratio": 0.9, "why": "dropped"}
     ]
     assert left_out(record)[1]["why"] == "dropped"
+
+
+def test_an_interval_without_bounds_is_told_in_words():
+    row = {"ratio": 7.338, "low": 0.00001, "high": 8385397.654, "decision": "undecided"}
+    told = ratio_text(row), result_text(row), outcome(row)
+    assert all("not settled" in text and "7.3" not in text and "8385397" not in text for text in told)
+    assert result_text(row | {"low": 0.9, "high": 9.0}) == "undecided (0.90 to 9.00)"
+    slower = {"ratio": 0.11, "low": 0.05, "high": 0.24, "decision": "slower"}
+    assert outcome(slower) == "0.11 times as fast (0.05 to 0.24), slower"
 
 
 def test_the_page_says_why_the_careful_plan_lost(record, tmp_path):
