@@ -24,7 +24,7 @@ def roofline(
         knee = rate / bandwidth
         axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colour, linewidth=1.5)
         axes.text(right, 1.06 * rate, f"products in {name}", ha="right", va="bottom", color=colour, fontsize=8.5)
-    axes.text(left, 1.3 * left * bandwidth, " memory", ha="left", va="bottom", fontsize=8.5)
+    axes.text(2 * left, left * bandwidth, "memory", ha="left", va="bottom", fontsize=8.5)
     for name, (intensity, rate) in steps.items():
         axes.plot(intensity, rate, "o", color=ORANGE)
         axes.annotate(name, (intensity, rate), (5, -3), textcoords="offset points", va="top")

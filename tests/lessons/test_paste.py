@@ -15,7 +15,9 @@ from processes import ROOT, TESTS
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-LESSONS = ("02", "10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41")
+from speedkit.lessons.planted import busy
+
+LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41)]
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
@@ -108,6 +110,22 @@ def test_each_lesson_on_a_technique_has_a_few_lines_of_plain_pytorch(lesson):
     lines = [line for line in block(lesson).splitlines() if line.strip()]
     assert 5 <= len(lines) <= 15 and max(map(len, lines)) <= 88
     assert "speedkit" not in block(lesson)
+
+
+class Slow(TensorDataset):
+    """Rows that take 2 ms each to make."""
+
+    def __getitem__(self, index):
+        busy(0.002)
+        return super().__getitem__(index)
+
+
+def test_a_step_that_computes_nothing_waits_for_data(capsys):
+    seen = []
+    after = paste("00", loader=DataLoader(Slow(*rows(120).tensors), 8), step=lambda batch: seen.append(batch[0]))
+    assert len(seen) == 55 + 15 and all(torch.equal(each, seen[0]) for each in seen[:55])
+    assert after.whole_s > 8 * 0.002 and after.waiting > 0.5
+    assert f"of which {after.waiting:.0%} waits for data" in capsys.readouterr().out
 
 
 def test_a_profile_has_five_steps_of_a_loop_and_leaves_their_timeline(capsys, tmp_path, monkeypatch):
