@@ -22,13 +22,14 @@ def roofline(
     left, right = 0.2, 20.0 * max(products.values()) / bandwidth
     for (name, rate), colour in zip(distinct(products).items(), (GREY, BLUE, ORANGE, GREEN, VIOLET), strict=False):
         knee = rate / bandwidth
-        axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colour, linewidth=1.5)
+        axes.plot([left, knee, right], [left * bandwidth, rate, rate], color=colour)
         axes.text(right, 1.06 * rate, f"products in {name}", ha="right", va="bottom", color=colour, fontsize=8.5)
-    axes.text(left, 1.3 * left * bandwidth, " memory", ha="left", va="bottom", fontsize=8.5)
+    axes.text(1.5 * left, left * bandwidth, "memory", va="bottom", fontsize=8.5)
     for name, (intensity, rate) in steps.items():
         axes.plot(intensity, rate, "o", color=ORANGE)
         axes.annotate(name, (intensity, rate), (5, -3), textcoords="offset points", va="top")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="FLOPs per second")
+    axes.yaxis.set_minor_formatter("")
     axes.grid(visible=True, axis="both")
     return figure
 

@@ -1,7 +1,9 @@
 """What a lesson offers to paste runs as it stands in a reader's script, and keeps what it promises there."""
 
 import copy
+import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -15,7 +17,10 @@ from processes import ROOT, TESTS
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-LESSONS = ("02", "10", "11", "12", "14", "20", "21", "22", "23", "24", "25", "26", "27", "28", "30", "40", "41", "50")
+from speedkit.lessons.planted import busy
+from speedkit.measure.stats import paired_interval
+
+LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41, 50)]
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
@@ -110,6 +115,33 @@ def test_each_lesson_on_a_technique_has_a_few_lines_of_plain_pytorch(lesson):
     assert "speedkit" not in block(lesson)
 
 
+class Slow(TensorDataset):
+    """Rows that take 2 ms each to make."""
+
+    def __getitem__(self, index):
+        busy(0.002)
+        return super().__getitem__(index)
+
+
+def test_a_step_that_computes_nothing_waits_for_data(capsys):
+    seen = []
+    after = paste("00", loader=DataLoader(Slow(*rows(120).tensors), 8), step=lambda batch: seen.append(batch[0]))
+    assert len(seen) == 55 + 15 and all(torch.equal(each, seen[0]) for each in seen[:55])
+    assert after.whole_s > 8 * 0.002 and after.waiting > 0.5
+    assert f"of which {after.waiting:.0%} waits for data" in capsys.readouterr().out
+
+
+def test_pairs_of_turns_have_the_interval_of_a_comparison(capsys):
+    turns = []
+    after = paste("01", a=lambda: busy(0.001) or turns.append("a"), b=lambda: turns.append("b"))
+    assert turns.count("a") == turns.count("b") == 3 + 40
+    pairs = [*zip(turns[6::2], turns[7::2], strict=True)]
+    assert all(len({*pair}) == 2 for pair in pairs) and len({*pairs}) == 2  # a coin decides who goes first
+    expected = paired_interval([math.exp(each) for each in after.logs], [1.0] * 40)
+    assert (after.ratio, after.low, after.high) == pytest.approx(dataclasses.astuple(expected), rel=1e-3)
+    assert after.low > 1 and f"({after.low:.3f} to" in capsys.readouterr().out
+
+
 def test_a_profile_has_five_steps_of_a_loop_and_leaves_their_timeline(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, steps = Net(), []
@@ -131,17 +163,25 @@ def test_workers_the_fewest_of_the_fastest_win_and_give_every_sample():
     assert sorted(torch.cat([targets for _, targets in after.loader])) == sorted(torch.arange(40) % 4)
 
 
-def test_a_tar_is_read_in_its_order_to_the_bits_of_single_files(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tar_is_shuffled_and_has_the_bits_of_single_files(workers, tmp_path):
     soundfile = pytest.importorskip("soundfile")
-    names = ["b.wav", "a.flac"]
+    names = [f"night/{number}.{ending}" for number in range(4) for ending in ("wav", "flac")]
+    (tmp_path / "night").mkdir()
     with tarfile.open(tmp_path / "clips.tar", "w") as tar:
+        tar.add(tmp_path / "night", "night")  # no clip
         for name in names:
             soundfile.write(tmp_path / name, torch.rand(100).numpy(), 8000, subtype="PCM_16")
             tar.add(tmp_path / name, name)
-    (samples, told) = zip(*DataLoader(paste("11", path=tmp_path / "clips.tar").data, None), strict=True)
-    assert [*told] == names
-    for name, sound in zip(names, samples, strict=True):
-        assert torch.equal(sound, torch.from_numpy(soundfile.read(tmp_path / name, dtype="float32")[0]))
+    data = paste("11", path=tmp_path / "clips.tar").data
+    order = torch.Generator().manual_seed(0)
+    loader = DataLoader(data, 2, shuffle=True, num_workers=workers, persistent_workers=workers > 0, generator=order)
+    for _ in range(2):
+        batches = [*loader]
+        told = [name for _, batch in batches for name in batch]
+        assert told != names and sorted(told) == sorted(names)
+        for name, sound in zip(told, torch.cat([sounds for sounds, _ in batches]), strict=True):
+            assert torch.equal(sound, torch.from_numpy(soundfile.read(tmp_path / name, dtype="float32")[0]))
 
 
 class Counting(Dataset):
