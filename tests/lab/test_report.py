@@ -6,11 +6,7 @@ import re
 import pytest
 
 from speedkit.lab.report import in_short, left_out, write_report
-<<<<<<< HEAD
 from speedkit.measure.words import duration, outcome, ratio_text, result_text, step_in_words
-=======
-from speedkit.measure.words import duration, outcome, ratio_text, result_text
->>>>>>> work-A
 from speedkit.plan import Plan
 
 HOSTILE = "<script>document.title = 'run'</script><img src=https://example.org/x onerror=document.title='run'>"
@@ -152,11 +148,8 @@ def test_an_interval_without_bounds_is_told_in_words():
     assert all("not settled" in text and "7.3" not in text and "8385397" not in text for text in told)
     assert result_text(row | {"low": 0.9, "high": 9.0}) == "undecided (0.90 to 9.00)"
     slower = {"ratio": 0.11, "low": 0.05, "high": 0.24, "decision": "slower"}
-<<<<<<< HEAD
     noisy = {"speedup": WON, "speedup_careful": WON, "speedup_again": row, "step_s": {"baseline": 1.0, "careful": 2.0}}
     assert "nothing was decided" in step_in_words(noisy)[-1]
-=======
->>>>>>> work-A
     assert outcome(slower) == "0.11 times as fast (0.05 to 0.24), slower"
 
 
