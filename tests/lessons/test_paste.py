@@ -432,7 +432,9 @@ def test_a_promise_is_measured_in_pairs_of_random_order():
     pairs = [*zip(steps[::2], steps[1::2], strict=True)]
     assert {*pairs} == {("before", "after"), ("after", "before")} and len(after.ratios) == len(pairs) - 10
     outside = [ratio for ratio in after.ratios if not after.low <= ratio <= after.high]
-    assert len(outside) == 22  # of 40: the median lies between the 12th and the 29th in 99 of 100 cases
+    inside = [ratio for ratio in after.ratios if after.low < ratio < after.high]
+    # Of 40 the median lies between the 12th and the 29th in 99 of 100 cases; some ratios may be equal to an end.
+    assert len(outside) <= 22 and len(inside) <= 16 and {after.low, after.high} <= {*after.ratios}
 
 
 # On a GPU that is not there: what these return, a process that has it does.
