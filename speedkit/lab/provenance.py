@@ -20,8 +20,8 @@ PACKAGE = Path(speedkit.__file__).parent
 ROOT = PACKAGE.parent
 SHIPPED = PACKAGE / "notebooks_data"  # in an installed package; a checkout has notebooks/ beside the package
 # What decides a measured figure, with the code of its notebook: as git's path patterns, from the package's folder.
-COMMANDS = tuple(f":(exclude){name}.py" for name in ("cli", "ending", "options", "upkeep", "__init__", "__main__"))
-APART = (*COMMANDS, ":(exclude)measure/words.py", ":(exclude)measure/script*.py")  # which is lab/script now
+COMMANDS = ("cli", "ending", "options", "upkeep", "__init__", "__main__")
+APART = tuple(f":(exclude){name}.py" for name in (*COMMANDS, "measure/words"))
 MEASURED = (":(glob)*.py", "data", "train", "measure", "lab/workloads", *APART)
 
 
