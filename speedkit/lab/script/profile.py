@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from speedkit.files import claim_folder, read_json, write_json
 from speedkit.lab.frameworks import change_in_words
+from speedkit.lab.script.accounting import install
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.machine import this_machine
 from speedkit.measure.bottlenecks import Row
@@ -30,19 +31,13 @@ from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
 from speedkit.measure.profile_report import difference
-from speedkit.measure.timeline import BACKWARD, CHECKPOINT, FORWARD, OPTIMIZER, Timeline
+from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
 from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 ANSWER_S = 30.0  # of stepping, after which there is a first answer
-CHECKPOINTS = {  # what makes one, beside torch.save: module, and name in it
-    "lightning.pytorch": "Trainer.save_checkpoint",
-    "pytorch_lightning": "Trainer.save_checkpoint",
-    "transformers.trainer": "Trainer._save_checkpoint",
-    "accelerate": "Accelerator.save_state",
-}
 SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
 
 
@@ -115,19 +110,9 @@ class ScriptProfile:
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
-            self.loop.install(self.stack)
-            self._time_checkpoints(self.loop.timeline)
+            install(self.loop, self.stack)
             self.began_s = self.loop.timeline.last_s
             self.stack.enter_context(hang_told(self.loop.timeline, self.hang_s, self.folder / "hang.txt"))
-
-    def _time_checkpoints(self, timeline: Timeline) -> None:
-        """Count all that a framework does for a checkpoint as such: it gathers, names, writes and deletes."""
-        for module in CHECKPOINTS.keys() & sys.modules.keys():
-            owner, name = CHECKPOINTS[module].split(".")
-            saver = getattr(sys.modules[module], owner, None)  # what a package imports late is used by nobody yet
-            if saver is not None:
-                save = getattr(saver, name)
-                self.stack.enter_context(patch.object(saver, name, timeline.timed(CHECKPOINT, save)))
 
     def _answer(self, loop: LoopProfile) -> None:
         """Show where the time has gone, once the closer look is over or the loop is long under way."""

@@ -18,9 +18,10 @@ from torch.optim import optimizer
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, finite, write_json
 from speedkit.lab.frameworks import change_in_words, lines_of
+from speedkit.lab.script.accounting import CHECKPOINTS
 from speedkit.lab.script.patches import patch_of
 from speedkit.lab.script.places import Place, recorded_places
-from speedkit.lab.script.profile import CHECKPOINTS, SEEN_STEPS, ScriptProfile
+from speedkit.lab.script.profile import SEEN_STEPS, ScriptProfile
 from speedkit.lab.script.report import write_script_report
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.lab.script.tuning import Row, Tuning, tell
