@@ -1,5 +1,7 @@
 """`speedkit tune SCRIPT`: scripts run as Python would run them, planted costs are found, and nothing is left behind."""
 
+import contextlib
+import functools
 import json
 import queue
 import threading
@@ -11,11 +13,16 @@ import torch
 from processes import python
 from slow_scripts import ACCELERATE, FORKS, LIGHTNING, SECOND_LOOP, SLOW_DATA
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from speedkit.errors import UsageError
+from speedkit.lab.frameworks import change_in_words
+from speedkit.lab.script.bench import Bench
 from speedkit.lab.script.feed import Feed
 from speedkit.lab.script.forward import Forward
 from speedkit.lab.script.learning import AHEAD, STEPS, Learning
+from speedkit.lab.script.profile import ScriptProfile
+from speedkit.lab.script.switches import Attention, Loop
 from speedkit.lab.script.tune import tune_script
 from speedkit.lab.script.turns import NewRun, Over, Turns
 from speedkit.lab.script.updates import Gradients, MemoryFormat, Update
@@ -221,6 +228,61 @@ def test_switches_of_updates_leave_what_is_learned_and_are_taken_back():
         assert gradients.asked and next(gradients.candidates())[1] == {"set_to_none": True}
     assert states[0] == states[1]
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*weights, strict=True))
+
+
+def run_bench(folder, train, tuning):
+    """Tune a loop by `tuning`, a function of the bench and what asks it; return what a profile saw of it."""
+    turns = Turns(lambda: tuning(bench, turns.ask))
+    bench = Bench(turns, lambda: True)
+    seen = ScriptProfile(folder, 1e6, stop=False)
+    seen.answered = True
+    with contextlib.suppress(SystemExit), seen.installed(), bench.installed(seen):
+        train()
+    if turns.error is not None:
+        raise turns.error
+    return seen
+
+
+def test_a_switch_that_cannot_be_undone_leaves_no_other_on(tmp_path):
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    threads = torch.get_num_threads()
+
+    def train():
+        for _ in range(100):
+            net(torch.ones(2, 4)).sum().backward(), optimizer.step(), optimizer.zero_grad()
+
+    def tuning(bench, ask):
+        ask(functools.partial(bench.turn, {"fused_optimizer": True, "threads": threads + 1}, 2))
+        del optimizer.state
+
+    run_bench(tmp_path, train, tuning)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_the_kernels_of_attention_that_a_patch_allows_are_those_that_were_measured(kernel):
+    net = nn.Linear(4, 1)
+    net._compiled_call_impl = net._call_impl
+    profile = loop_of(net, torch.optim.SGD(net.parameters()))
+    forward = Forward(net, profile.timeline)
+    allowed = []
+
+    def note(*_):
+        switches = torch.backends.cuda
+        kinds = ("flash", "mem_efficient", "cudnn", "math")
+        allowed.append([getattr(switches, f"{kind}_sdp_enabled")() for kind in kinds])
+
+    net.register_forward_hook(note)
+    feed = Feed(profile, {}, this_machine("cpu"))
+    parts = {"optimizers": [], "operators": {}, "gradients": Gradients(), "compiled": False, "forwards": [forward]}
+    Attention(Loop(profile=profile, feed=feed, hardware=feed.hardware, **parts)).set({"attention": kernel})
+    net(torch.ones(2, 4))
+    forward.contexts.clear()
+    with sdpa_kernel([*SDPBackend.__members__.values()][1:]):  # what the lines switch off is switched on again
+        exec(change_in_words(f"attention={kernel}", "PyTorch"))
+        net(torch.ones(2, 4))
+    assert allowed[0] == allowed[1]
 
 
 def learn(apply_to, *, moving=False):
