@@ -260,6 +260,23 @@ def test_a_switch_that_cannot_be_undone_leaves_no_other_on(tmp_path):
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.parametrize("order", ["cccccg", "gccccc", "ccg"])
+def test_a_step_is_a_round_of_all_optimizers_and_one_that_comes_later_is_told(order, tmp_path):
+    nets = {"c": nn.Linear(8, 8), "g": nn.Linear(8, 4), "later": nn.Linear(4, 4)}
+    optimizers = {}
+
+    def train():
+        for name in ("c", "g"):
+            optimizers[name] = torch.optim.SGD(nets[name].parameters(), 0.1)
+        for name in 8 * order:
+            optimizers[name].step()
+        torch.optim.SGD(nets["later"].parameters(), 0.1).step()
+
+    seen = run_bench(tmp_path, train, lambda *_: None)
+    assert seen.loop.optimizer is optimizers["g"] and {*map(id, seen.loop.models)} == {id(nets["c"]), id(nets["g"])}
+    assert seen.left_out() == ["1 steps of other optimizers came later: they are not in here"]
+
+
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_the_kernels_of_attention_that_a_patch_allows_are_those_that_were_measured(kernel):
     net = nn.Linear(4, 1)

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import os
 import runpy
 import sys
+import weakref
 from builtins import print  # to which a script may give another meaning
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ from speedkit.plan import Plan
 
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 ANSWER_S = 30.0  # of stepping, after which there is a first answer
-SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
+MOST_STEPS = 24  # of all optimizers, before a loop is profiled where one that was made steps in none
 
 
 class ScriptProfile:
@@ -51,9 +54,10 @@ class ScriptProfile:
         self.answered = False
         self.began_s = 0.0  # the loop
         self.backwards = 0  # before there is a loop
-        self.others = 0  # steps of optimizers that came later, after the latest step of the loop
+        self.others = 0  # steps of optimizers that came later than a round of the loop
         self.loop: LoopProfile | None = None
         self.framework = "PyTorch"
+        self.made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.optimizers: list[Optimizer] = []  # one for each step so far
         self.loaders: dict[int, DataLoader] = {}  # by their iterator
         self.loader: DataLoader | None = None  # that gave the latest batch
@@ -78,6 +82,13 @@ class ScriptProfile:
                 return self.loop.next_batch(fetch, batches)
             return fetch(batches)
 
+        make = Optimizer.__init__
+
+        @functools.wraps(make)
+        def made(one: Optimizer, *args: Any, **kwargs: Any) -> None:
+            make(one, *args, **kwargs)
+            self.made.add(one)
+
         backward = torch.autograd.backward
 
         def counted(*args: Any, **kwargs: Any) -> None:
@@ -86,6 +97,7 @@ class ScriptProfile:
 
         with (
             patch.object(torch.autograd, "backward", counted),
+            patch.object(Optimizer, "__init__", made),
             self.stack,
             patch.object(DataLoader, "__iter__", iterator),
             patch.object(_BaseDataLoaderIter, "__next__", next_batch),
@@ -96,20 +108,21 @@ class ScriptProfile:
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         if self.loop is not None:
             self.others += stepped not in self.optimizers
-            if stepped is self.loop.optimizer:
-                self.others = 0
             if not self.answered and self.loop.observer.timed:
                 self._answer(self.loop)
             return
+        before = Counter(self.optimizers)
         self.optimizers.append(stepped)
-        if len(self.optimizers) == SEEN_STEPS:
-            largest = max(self.optimizers, key=weight_count)
+        is_round = stepped is self.optimizers[0] and self.made <= before.keys()
+        if before and (is_round or len(self.optimizers) == MOST_STEPS):
+            # A step is one of the rarest, and has all steps of the others in it; of several the largest.
+            rarest = [one for one, count in before.items() if count == min(before.values())]
             # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
             modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
             models = models_of(self.optimizers, modules)
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
-            self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
+            self.loop = LoopProfile(models, max(rarest, key=weight_count), self.loader, compiled=compiled)
             install(self.loop, self.stack)
             self.began_s = self.loop.timeline.last_s
             self.stack.enter_context(hang_told(self.loop.timeline, self.hang_s, self.folder / "hang.txt"))
@@ -122,6 +135,12 @@ class ScriptProfile:
         if self.stop:
             raise SystemExit(0)
         print(f"speedkit, while the script goes on: {loop.observer.breakdown()}", file=sys.stderr, flush=True)
+
+    def left_out(self) -> list[str]:
+        """Return a sentence about the steps that are not in the loop that is profiled, if there are any."""
+        if not self.others:
+            return []
+        return [f"{self.others} steps of other optimizers came later: they are not in here"]
 
     def too_few(self) -> str:
         """Return why there is no breakdown, "" where there is one."""
@@ -207,11 +226,11 @@ def profile_script(
 ) -> None:
     """Run the script at `path` with its own `arguments`, show why its steps take long, and leave `out`/breakdown.json.
 
-    Nothing in it is edited. It finds what `with profile(...)` is given: the optimizer that updates most weights, the
-    modules that own these, and the DataLoader whose batches they learn from, if it is one. `stop` ends the script with
-    the first answer; after `hang_s` without a step it is told where the script is; `against` is an older breakdown. Of
-    several ranks each has a folder in `out`. A script that fails or exits does so as ever, after the breakdown of what
-    ran. Raises UsageError where there is no such script.
+    Nothing in it is edited. It finds what `with profile(...)` is given: of the optimizers that step least often the one
+    that updates most weights, the modules that own the weights of all, and the DataLoader whose batches they learn
+    from, if it is one. `stop` ends the script with the first answer; after `hang_s` without a step it is told where the
+    script is; `against` is an older breakdown. Of several ranks each has a folder in `out`. A script that fails or
+    exits does so as ever, after the breakdown of what ran. Raises UsageError where there is no such script.
     """
     check_script(path)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -234,8 +253,7 @@ def report(seen: ScriptProfile, path: Path, *, ranks: int, against: Row | None) 
     """Show what was seen of a script, with the changes in the words of its framework, and leave breakdown.json."""
     loop = seen.loop
     assert loop is not None
-    if seen.others > SEEN_STEPS:
-        loop.notes.append(f"{seen.others} steps of other optimizers came later, in another loop: they are not in here")
+    loop.notes += seen.left_out()
     loop.conclude(show=True)
     for row in loop.bottlenecks:
         row["in_words"] = change_in_words(row["change"], seen.framework)

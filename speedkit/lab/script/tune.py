@@ -21,7 +21,7 @@ from speedkit.lab.frameworks import change_in_words, lines_of
 from speedkit.lab.script.accounting import CHECKPOINTS
 from speedkit.lab.script.patches import patch_of
 from speedkit.lab.script.places import Place, recorded_places
-from speedkit.lab.script.profile import SEEN_STEPS, ScriptProfile
+from speedkit.lab.script.profile import ScriptProfile
 from speedkit.lab.script.report import write_script_report
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.lab.script.tuning import Row, Tuning, tell
@@ -110,8 +110,9 @@ class ScriptTuning:
         """Return why nothing was tried."""
         loop = self.seen.loop
         if loop is not None and not self.tuning.bench.looked and self.tuning.in_time():
-            takes = SEEN_STEPS + SKIP + loop.observer.needed
-            return f"made {SEEN_STEPS + loop.steps} steps, too few to look at: it takes {takes} in a run"
+            first = len(self.seen.optimizers)
+            takes = first + SKIP + loop.observer.needed
+            return f"made {first + loop.steps} steps, too few to look at: it takes {takes} in a run"
         return self.seen.too_few() or "was over before anything was tried: give it a longer --budget"
 
     def record(self) -> Row:
@@ -130,7 +131,7 @@ class ScriptTuning:
             "plan": tuning.kept,
             "in_words": lines_of(tuning.kept, framework),
             "speedup": tuning.speedup,
-            "notes": tuning.notes,
+            "notes": tuning.notes + self.seen.left_out(),
         }
 
     # ---- what it would save ----
