@@ -19,12 +19,12 @@ from speedkit.errors import UsageError
 from speedkit.lab.frameworks import change_in_words
 from speedkit.lab.script.bench import Bench
 from speedkit.lab.script.feed import Feed
-from speedkit.lab.script.forward import Forward
+from speedkit.lab.script.forward import Forward, why_not_around
+from speedkit.lab.script.handover import Handover, NewRun, Over
 from speedkit.lab.script.learning import AHEAD, STEPS, Learning
 from speedkit.lab.script.profile import ScriptProfile
 from speedkit.lab.script.switches import Attention, Loop
 from speedkit.lab.script.tune import tune_script
-from speedkit.lab.script.turns import NewRun, Over, Turns
 from speedkit.lab.script.updates import Gradients, MemoryFormat, Update
 from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
@@ -111,6 +111,31 @@ def test_a_script_that_forks_prints_otherwise_and_has_a_second_loop_is_tuned(tmp
     assert {row["optimization"] for row in record["optimizations"]} >= {"workers", "precision", "compile"}
 
 
+WANDB = """
+import os
+session = None  # which reads the environment where it begins
+
+def init():
+    global session
+    session = session or os.environ.get("WANDB_MODE", "online")
+    return session
+
+def teardown():
+    global session
+    session = None
+"""
+
+
+def test_only_the_first_run_of_a_script_may_report_to_wandb(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tmp_path / "wandb.py").write_text(WANDB)
+    begun = "import wandb\nwith open('modes', 'a') as modes: print(wandb.init(), file=modes)\n"
+    result = run(tmp_path, begun + STEPS_OF.replace("400", "40"), *TUNE, "--steps", "100")
+    assert result.returncode == 0, result.stderr
+    first, *others = (tmp_path / "modes").read_text().split()
+    assert first == "online" and set(others) == {"offline"}
+
+
 def test_what_cannot_be_tuned_is_refused_in_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="there is no script"):
         tune_script(tmp_path / "none.py", [], tmp_path / "out", budget_s=1.0)
@@ -188,7 +213,9 @@ def test_a_forward_pass_that_fails_under_a_switch_is_made_without_and_told():
     net = nn.Linear(4, 1)
     net._compiled_call_impl = net._call_impl
     forward = Forward(net, loop_of(net, torch.optim.SGD(net.parameters())).timeline)
+    assert "the script never calls its model as model(inputs)" in why_not_around([forward])
     expected = net(torch.ones(2, 4))
+    assert why_not_around([forward]) == ""
 
     def broken(*_):
         raise RuntimeError("planted")
@@ -232,14 +259,14 @@ def test_switches_of_updates_leave_what_is_learned_and_are_taken_back():
 
 def run_bench(folder, train, tuning):
     """Tune a loop by `tuning`, a function of the bench and what asks it; return what a profile saw of it."""
-    turns = Turns(lambda: tuning(bench, turns.ask))
-    bench = Bench(turns, lambda: True)
+    handover = Handover(lambda: tuning(bench, handover.ask))
+    bench = Bench(handover, lambda: True)
     seen = ScriptProfile(folder, 1e6, stop=False)
     seen.answered = True
     with contextlib.suppress(SystemExit), seen.installed(), bench.installed(seen):
         train()
-    if turns.error is not None:
-        raise turns.error
+    if handover.error is not None:
+        raise handover.error
     return seen
 
 
@@ -347,22 +374,22 @@ def test_a_tuning_and_a_script_take_turns_and_each_end_reaches_the_other():
         return threading.current_thread() is threading.main_thread()
 
     def tuning():
-        found.put(turns.ask(work))
+        found.put(handover.ask(work))
         for error in (NewRun, Over):
             with pytest.raises(error):
-                turns.ask(work)
+                handover.ask(work)
             found.put(error)
 
-    turns = Turns(tuning)
+    handover = Handover(tuning)
     for _ in range(3):
-        turns.step_ended()
+        handover.step_ended()
     assert found.get(timeout=10) is True
-    turns.interrupt(NewRun())
+    handover.interrupt(NewRun())
     assert found.get(timeout=10) is NewRun
-    turns.step_ended()
-    turns.close()
-    assert found.get(timeout=10) is Over and turns.over and turns.error is None
-    done = Turns(lambda: None)
+    handover.step_ended()
+    handover.close()
+    assert found.get(timeout=10) is Over and handover.over and handover.error is None
+    done = Handover(lambda: None)
     for _ in range(2):  # also where a script goes on after the first
         with pytest.raises(SystemExit):
             done.step_ended()
