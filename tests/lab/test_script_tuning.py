@@ -29,6 +29,7 @@ from speedkit.lab.script.updates import Gradients, MemoryFormat, Update
 from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.timeline import OPTIMIZER
 
 # Slower, and the same each time.
 CLIPS = SLOW_DATA.replace("0.002", "0.01").replace("torch.randn(32)", "torch.full((32,), index % 7.0)")
@@ -301,6 +302,7 @@ def test_a_step_is_a_round_of_all_optimizers_and_one_that_comes_later_is_told(or
 
     seen = run_bench(tmp_path, train, lambda *_: None)
     assert seen.loop.optimizer is optimizers["g"] and {*map(id, seen.loop.models)} == {id(nets["c"]), id(nets["g"])}
+    assert seen.loop.timeline.calls[OPTIMIZER] == 8 * len(order) - len(seen.optimizers)
     assert seen.left_out() == ["1 steps of other optimizers came later: they are not in here"]
 
 

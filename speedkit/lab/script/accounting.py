@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from speedkit.measure.profile import LoopProfile
-from speedkit.measure.timeline import AFTER_FORWARD, CHECKPOINT, FORWARD, Timeline
+from speedkit.measure.timeline import AFTER_FORWARD, CHECKPOINT, FORWARD, OPTIMIZER, Timeline
 
 CHECKPOINTS = {  # what makes one, beside torch.save: module, and name in it
     "lightning.pytorch": "Trainer.save_checkpoint",
@@ -21,8 +22,8 @@ CHECKPOINTS = {  # what makes one, beside torch.save: module, and name in it
 Call = Callable[..., Any]
 
 
-def install(loop: LoopProfile, stack: contextlib.ExitStack) -> None:
-    """See everything that a script's loop does, until `stack` is closed."""
+def install(loop: LoopProfile, optimizers: set[Optimizer], stack: contextlib.ExitStack) -> None:
+    """See everything that a script's loop does, with all its `optimizers`, until `stack` is closed."""
     calls = [model._compiled_call_impl or model._call_impl for model in loop.models]
     loop.install(stack)
     for model, call in zip(loop.models, calls, strict=True):
@@ -30,6 +31,9 @@ def install(loop: LoopProfile, stack: contextlib.ExitStack) -> None:
         if getattr(model, "automatic_optimization", False):  # Lightning calls it inside of the optimizer's step
             step: Any = model.training_step
             stack.enter_context(patch.object(model, "training_step", loop.timeline.timed(AFTER_FORWARD, step)))
+    for optimizer in optimizers - {loop.optimizer}:
+        stack.callback(optimizer.register_step_pre_hook(lambda *_: loop.timeline.begin(OPTIMIZER)).remove)
+        stack.callback(optimizer.register_step_post_hook(lambda *_: loop.timeline.end()).remove)
     for module in CHECKPOINTS.keys() & sys.modules.keys():
         owner, name = CHECKPOINTS[module].split(".")
         saver = getattr(sys.modules[module], owner, None)  # what a package imports late is used by nobody yet

@@ -124,7 +124,7 @@ class ScriptProfile:
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
             self.loop = LoopProfile(models, max(rarest, key=weight_count), self.loader, compiled=compiled)
-            install(self.loop, self.stack)
+            install(self.loop, set(self.optimizers), self.stack)
             self.began_s = self.loop.timeline.last_s
             self.stack.enter_context(hang_told(self.loop.timeline, self.hang_s, self.folder / "hang.txt"))
 
