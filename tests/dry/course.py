@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from speedkit.dry import step
 from speedkit.dry.counts import LAUNCHED, counted, library
 from speedkit.lab.script.bench import Bench
+from speedkit.lab.script.handover import Handover
 from speedkit.lab.script.profile import ScriptProfile
-from speedkit.lab.script.turns import Turns
 from speedkit.lab.workloads import audio, load_workload
 from speedkit.lab.workloads.residual import GroupNorm
 from speedkit.machine import this_machine
@@ -418,21 +418,21 @@ def switched_in_a_script():
         yield
 
     def tuning():
-        turns.ask(bench.count)
-        before = turns.ask(left)
-        for _, fields, why in turns.ask(bench.candidates):
+        handover.ask(bench.count)
+        before = handover.ask(left)
+        for _, fields, why in handover.ask(bench.candidates):
             if not why:
                 try:
-                    turns.ask(functools.partial(bench.turn, fields, 2))
+                    handover.ask(functools.partial(bench.turn, fields, 2))
                 except Exception as error:
                     why = f"it failed: {error}"
-                turns.ask(functools.partial(bench.turn, {}, 2))
-                now = turns.ask(left)
+                handover.ask(functools.partial(bench.turn, {}, 2))
+                now = handover.ask(left)
                 why += "".join(f"left {new}" for old, new in zip(before, now, strict=True) if old != new)
             found[text(fields)] = why
 
-    turns = Turns(tuning)
-    bench = Bench(turns, lambda: True)
+    handover = Handover(tuning)
+    bench = Bench(handover, lambda: True)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "script.py")
         script.write_text(SCRIPT)
@@ -440,6 +440,6 @@ def switched_in_a_script():
         seen.answered = True
         with contextlib.suppress(SystemExit), seen.installed(), bench.installed(seen):
             runpy.run_path(str(script))
-    if turns.error is not None:
-        raise turns.error
+    if handover.error is not None:
+        raise handover.error
     return found

@@ -48,9 +48,14 @@ for step in range(45):
     losses.append(loss.item())
 print("losses", losses, "arguments []")
 """
+BEFORE_BACKWARD = SLOW_DATA.replace("time.sleep(0.002)", "") + LIGHTNING.replace(
+    "return nn.functional.cross_entropy(self.net(batch[0]), batch[1])",
+    "loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1]); time.sleep(0.02); return loss",
+)
 PLANTED = {  # script, cause, framework, what to do about it there
     "loop": (SLOW_DATA + LOOP, "slow decode", "PyTorch", "num_workers="),
     "lightning": (SLOW_DATA + LIGHTNING, "slow decode", "Lightning", "num_workers="),
+    "lightning, before backward": (BEFORE_BACKWARD, "other host work", "Lightning", ""),
     "accelerate": (SLOW_DATA + ACCELERATE, "slow decode", "Accelerate", "num_workers="),
     "transformers": (SLOW_DATA + HUGGING_FACE, "slow decode", "Hugging Face", "dataloader_num_workers="),
     "shapes": (NEW_SHAPES, "new shapes", "PyTorch", "batch_sampler"),
@@ -73,8 +78,9 @@ PROFILE = ("-m", "speedkit", "profile", "--out", "seen")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_planted_cause_is_named_first_in_the_words_of_the_framework(name, tmp_path):
-    if name in ("lightning", "accelerate", "transformers"):
-        pytest.importorskip(name)
+    package = name.partition(",")[0]
+    if package in ("lightning", "accelerate", "transformers"):
+        pytest.importorskip(package)
     source, cause, framework, words = PLANTED[name]
     result = run(tmp_path, source, *PROFILE)
     assert result.returncode == 0, result.stderr
@@ -194,8 +200,22 @@ for step in range(80):
     agent.learn(), optimizer.step(), optimizer.zero_grad()
 """
 
+ACTING = """
+import time, torch
+agent = torch.nn.Sequential(torch.nn.Linear(8, 2))
+agent.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+optimizer = torch.optim.Adam(agent.parameters())
+for step in range(40):
+    with torch.no_grad():  # in training mode
+        for _ in range(3):
+            agent(torch.randn(1, 8))
+    agent(torch.randn(4, 8)).mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+"""
+NETWORKS = {"two optimizers": TWO_NETWORKS, "no forward": ONE_MODULE, "acts without gradients": ACTING}
 
-@pytest.mark.parametrize("source", [TWO_NETWORKS, ONE_MODULE], ids=["two optimizers", "no forward"])
+
+@pytest.mark.parametrize("source", NETWORKS.values(), ids=NETWORKS)
 def test_each_network_that_a_loop_calls_counts_as_forward(source, tmp_path):
     result = run(tmp_path, source, *PROFILE)
     assert result.returncode == 0, result.stderr

@@ -1,5 +1,7 @@
 """`speedkit tune SCRIPT`: scripts run as Python would run them, planted costs are found, and nothing is left behind."""
 
+import contextlib
+import functools
 import json
 import queue
 import threading
@@ -11,17 +13,23 @@ import torch
 from processes import python
 from slow_scripts import ACCELERATE, FORKS, LIGHTNING, SECOND_LOOP, SLOW_DATA
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from speedkit.errors import UsageError
+from speedkit.lab.frameworks import change_in_words
+from speedkit.lab.script.bench import Bench
 from speedkit.lab.script.feed import Feed
-from speedkit.lab.script.forward import Forward
+from speedkit.lab.script.forward import Forward, why_not_around
+from speedkit.lab.script.handover import Handover, NewRun, Over
 from speedkit.lab.script.learning import AHEAD, STEPS, Learning
+from speedkit.lab.script.profile import ScriptProfile
+from speedkit.lab.script.switches import Attention, Loop
 from speedkit.lab.script.tune import tune_script
-from speedkit.lab.script.turns import NewRun, Over, Turns
 from speedkit.lab.script.updates import Gradients, MemoryFormat, Update
 from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
 from speedkit.measure.profile import LoopProfile
+from speedkit.measure.timeline import OPTIMIZER
 
 # Slower, and the same each time.
 CLIPS = SLOW_DATA.replace("0.002", "0.01").replace("torch.randn(32)", "torch.full((32,), index % 7.0)")
@@ -104,6 +112,31 @@ def test_a_script_that_forks_prints_otherwise_and_has_a_second_loop_is_tuned(tmp
     assert {row["optimization"] for row in record["optimizations"]} >= {"workers", "precision", "compile"}
 
 
+WANDB = """
+import os
+session = None  # which reads the environment where it begins
+
+def init():
+    global session
+    session = session or os.environ.get("WANDB_MODE", "online")
+    return session
+
+def teardown():
+    global session
+    session = None
+"""
+
+
+def test_only_the_first_run_of_a_script_may_report_to_wandb(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tmp_path / "wandb.py").write_text(WANDB)
+    begun = "import wandb\nwith open('modes', 'a') as modes: print(wandb.init(), file=modes)\n"
+    result = run(tmp_path, begun + STEPS_OF.replace("400", "40"), *TUNE, "--steps", "100")
+    assert result.returncode == 0, result.stderr
+    first, *others = (tmp_path / "modes").read_text().split()
+    assert first == "online" and set(others) == {"offline"}
+
+
 def test_what_cannot_be_tuned_is_refused_in_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="there is no script"):
         tune_script(tmp_path / "none.py", [], tmp_path / "out", budget_s=1.0)
@@ -181,7 +214,9 @@ def test_a_forward_pass_that_fails_under_a_switch_is_made_without_and_told():
     net = nn.Linear(4, 1)
     net._compiled_call_impl = net._call_impl
     forward = Forward(net, loop_of(net, torch.optim.SGD(net.parameters())).timeline)
+    assert "the script never calls its model as model(inputs)" in why_not_around([forward])
     expected = net(torch.ones(2, 4))
+    assert why_not_around([forward]) == ""
 
     def broken(*_):
         raise RuntimeError("planted")
@@ -221,6 +256,79 @@ def test_switches_of_updates_leave_what_is_learned_and_are_taken_back():
         assert gradients.asked and next(gradients.candidates())[1] == {"set_to_none": True}
     assert states[0] == states[1]
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*weights, strict=True))
+
+
+def run_bench(folder, train, tuning):
+    """Tune a loop by `tuning`, a function of the bench and what asks it; return what a profile saw of it."""
+    handover = Handover(lambda: tuning(bench, handover.ask))
+    bench = Bench(handover, lambda: True)
+    seen = ScriptProfile(folder, 1e6, stop=False)
+    seen.answered = True
+    with contextlib.suppress(SystemExit), seen.installed(), bench.installed(seen):
+        train()
+    if handover.error is not None:
+        raise handover.error
+    return seen
+
+
+def test_a_switch_that_cannot_be_undone_leaves_no_other_on(tmp_path):
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    threads = torch.get_num_threads()
+
+    def train():
+        for _ in range(100):
+            net(torch.ones(2, 4)).sum().backward(), optimizer.step(), optimizer.zero_grad()
+
+    def tuning(bench, ask):
+        ask(functools.partial(bench.turn, {"fused_optimizer": True, "threads": threads + 1}, 2))
+        del optimizer.state
+
+    run_bench(tmp_path, train, tuning)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("order", ["cccccg", "gccccc", "ccg"])
+def test_a_step_is_a_round_of_all_optimizers_and_one_that_comes_later_is_told(order, tmp_path):
+    nets = {"c": nn.Linear(8, 8), "g": nn.Linear(8, 4), "later": nn.Linear(4, 4)}
+    optimizers = {}
+
+    def train():
+        for name in ("c", "g"):
+            optimizers[name] = torch.optim.SGD(nets[name].parameters(), 0.1)
+        for name in 8 * order:
+            optimizers[name].step()
+        torch.optim.SGD(nets["later"].parameters(), 0.1).step()
+
+    seen = run_bench(tmp_path, train, lambda *_: None)
+    assert seen.loop.optimizer is optimizers["g"] and {*map(id, seen.loop.models)} == {id(nets["c"]), id(nets["g"])}
+    assert seen.loop.timeline.calls[OPTIMIZER] == 8 * len(order) - len(seen.optimizers)
+    assert seen.left_out() == ["1 steps of other optimizers came later: they are not in here"]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_the_kernels_of_attention_that_a_patch_allows_are_those_that_were_measured(kernel):
+    net = nn.Linear(4, 1)
+    net._compiled_call_impl = net._call_impl
+    profile = loop_of(net, torch.optim.SGD(net.parameters()))
+    forward = Forward(net, profile.timeline)
+    allowed = []
+
+    def note(*_):
+        switches = torch.backends.cuda
+        kinds = ("flash", "mem_efficient", "cudnn", "math")
+        allowed.append([getattr(switches, f"{kind}_sdp_enabled")() for kind in kinds])
+
+    net.register_forward_hook(note)
+    feed = Feed(profile, {}, this_machine("cpu"))
+    parts = {"optimizers": [], "operators": {}, "gradients": Gradients(), "compiled": False, "forwards": [forward]}
+    Attention(Loop(profile=profile, feed=feed, hardware=feed.hardware, **parts)).set({"attention": kernel})
+    net(torch.ones(2, 4))
+    forward.contexts.clear()
+    with sdpa_kernel([*SDPBackend.__members__.values()][1:]):  # what the lines switch off is switched on again
+        exec(change_in_words(f"attention={kernel}", "PyTorch"))
+        net(torch.ones(2, 4))
+    assert allowed[0] == allowed[1]
 
 
 def learn(apply_to, *, moving=False):
@@ -268,22 +376,22 @@ def test_a_tuning_and_a_script_take_turns_and_each_end_reaches_the_other():
         return threading.current_thread() is threading.main_thread()
 
     def tuning():
-        found.put(turns.ask(work))
+        found.put(handover.ask(work))
         for error in (NewRun, Over):
             with pytest.raises(error):
-                turns.ask(work)
+                handover.ask(work)
             found.put(error)
 
-    turns = Turns(tuning)
+    handover = Handover(tuning)
     for _ in range(3):
-        turns.step_ended()
+        handover.step_ended()
     assert found.get(timeout=10) is True
-    turns.interrupt(NewRun())
+    handover.interrupt(NewRun())
     assert found.get(timeout=10) is NewRun
-    turns.step_ended()
-    turns.close()
-    assert found.get(timeout=10) is Over and turns.over and turns.error is None
-    done = Turns(lambda: None)
+    handover.step_ended()
+    handover.close()
+    assert found.get(timeout=10) is Over and handover.over and handover.error is None
+    done = Handover(lambda: None)
     for _ in range(2):  # also where a script goes on after the first
         with pytest.raises(SystemExit):
             done.step_ended()

@@ -15,10 +15,10 @@ from torch.optim import Optimizer, optimizer
 from speedkit.clock import synchronize
 from speedkit.lab.script.feed import Candidate, Feed
 from speedkit.lab.script.forward import Forward
+from speedkit.lab.script.handover import Handover, SwitchFailed, Work
 from speedkit.lab.script.learning import Learning, Row
 from speedkit.lab.script.profile import ScriptProfile
 from speedkit.lab.script.switches import Loop, Plugged
-from speedkit.lab.script.turns import SwitchFailed, Turns, Work
 from speedkit.lab.script.updates import Gradients
 from speedkit.machine import this_machine
 from speedkit.measure.optimizations import Change
@@ -30,8 +30,8 @@ from speedkit.measure.warm_up import compilations
 class Bench:
     """The loop of a script's current run: `turn`, `memory` and `learns` are work that is done between its steps."""
 
-    def __init__(self, turns: Turns, in_time: Callable[[], bool]) -> None:
-        self.turns = turns
+    def __init__(self, handover: Handover, in_time: Callable[[], bool]) -> None:
+        self.handover = handover
         self.in_time = in_time
         self.seen: ScriptProfile
         self.loop: Loop | None = None
@@ -88,7 +88,7 @@ class Bench:
         self.learning.after_step()
         if inspect.getgeneratorstate(profile.observation) == inspect.GEN_CLOSED:  # it has been looked at closely
             self.looked = True
-            self.turns.step_ended()
+            self.handover.step_ended()
 
     def _begin(self) -> None:
         """Get hold of the loop that was found. Only in the first run it is looked at closely."""
@@ -117,8 +117,8 @@ class Bench:
     def close(self) -> None:
         """Leave the loop as the script has it, and let go of it."""
         if self.loop is not None and os.getpid() == self.process:
-            with contextlib.suppress(Exception):  # of weights that are on their way out
-                self.apply({})
+            self.plugged.close()
+            self.plan = {}
             self.loop.feed.close()
             self.loop = None
             self.plugged = Plugged([])

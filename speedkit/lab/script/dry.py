@@ -19,7 +19,7 @@ from speedkit.dry.gpus import Gpu
 from speedkit.dry.process import run
 from speedkit.dry.step import WARM_UP, number_format, step_facts
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.lab.script.profile import models_of
+from speedkit.lab.script.models import models_of
 from speedkit.measure.roofline import OperatorCounter
 from speedkit.measure.warm_up import compilations
 from speedkit.train.memory import is_out_of_memory

@@ -73,4 +73,4 @@ def why_not_around(forwards: Sequence[Forward]) -> str:
     """Return why nothing can be put around the forward pass, or ""."""
     if any(forward.calls for forward in forwards):
         return ""
-    return "the script does not call its model as a function, model(inputs), so nothing can be put around that"
+    return "the script never calls its model as model(inputs), and only such a call can be wrapped"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedkit.lab.script.feed import Feed
-from speedkit.lab.script.profile import weights_of
-from speedkit.lab.script.turns import Work
+from speedkit.lab.script.handover import Work
+from speedkit.lab.script.models import weights_of
 from speedkit.measure.optimizations import Change
 from speedkit.measure.quality import mean_difference, same_losses
 

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import os
 import runpy
 import sys
+import weakref
 from builtins import print  # to which a script may give another meaning
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from speedkit.files import claim_folder, read_json, write_json
 from speedkit.lab.frameworks import change_in_words
+from speedkit.lab.script.accounting import install
+from speedkit.lab.script.models import models_of, weight_count
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.machine import this_machine
 from speedkit.measure.bottlenecks import Row
@@ -30,20 +35,14 @@ from speedkit.measure.peaks import matmul_rates
 from speedkit.measure.predict import predict
 from speedkit.measure.profile import LoopProfile
 from speedkit.measure.profile_report import difference
-from speedkit.measure.timeline import BACKWARD, CHECKPOINT, FORWARD, OPTIMIZER, Timeline
+from speedkit.measure.timeline import BACKWARD, FORWARD, OPTIMIZER
 from speedkit.measure.trace import BANDWIDTH, COMPUTE
 from speedkit.measure.warm_up import compilations
 from speedkit.plan import Plan
 
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, COMPUTE, BANDWIDTH)
 ANSWER_S = 30.0  # of stepping, after which there is a first answer
-CHECKPOINTS = {  # what makes one, beside torch.save: module, and name in it
-    "lightning.pytorch": "Trainer.save_checkpoint",
-    "pytorch_lightning": "Trainer.save_checkpoint",
-    "transformers.trainer": "Trainer._save_checkpoint",
-    "accelerate": "Accelerator.save_state",
-}
-SEEN_STEPS = 2  # of all optimizers, before the largest of these is profiled
+MOST_STEPS = 24  # of all optimizers, before a loop is profiled where one that was made steps in none
 
 
 class ScriptProfile:
@@ -56,9 +55,10 @@ class ScriptProfile:
         self.answered = False
         self.began_s = 0.0  # the loop
         self.backwards = 0  # before there is a loop
-        self.others = 0  # steps of optimizers that came later, after the latest step of the loop
+        self.others = 0  # steps of optimizers that came later than a round of the loop
         self.loop: LoopProfile | None = None
         self.framework = "PyTorch"
+        self.made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.optimizers: list[Optimizer] = []  # one for each step so far
         self.loaders: dict[int, DataLoader] = {}  # by their iterator
         self.loader: DataLoader | None = None  # that gave the latest batch
@@ -83,6 +83,13 @@ class ScriptProfile:
                 return self.loop.next_batch(fetch, batches)
             return fetch(batches)
 
+        make = Optimizer.__init__
+
+        @functools.wraps(make)
+        def made(one: Optimizer, *args: Any, **kwargs: Any) -> None:
+            make(one, *args, **kwargs)
+            self.made.add(one)
+
         backward = torch.autograd.backward
 
         def counted(*args: Any, **kwargs: Any) -> None:
@@ -91,6 +98,7 @@ class ScriptProfile:
 
         with (
             patch.object(torch.autograd, "backward", counted),
+            patch.object(Optimizer, "__init__", made),
             self.stack,
             patch.object(DataLoader, "__iter__", iterator),
             patch.object(_BaseDataLoaderIter, "__next__", next_batch),
@@ -101,33 +109,24 @@ class ScriptProfile:
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         if self.loop is not None:
             self.others += stepped not in self.optimizers
-            if stepped is self.loop.optimizer:
-                self.others = 0
             if not self.answered and self.loop.observer.timed:
                 self._answer(self.loop)
             return
+        before = Counter(self.optimizers)
         self.optimizers.append(stepped)
-        if len(self.optimizers) == SEEN_STEPS:
-            largest = max(self.optimizers, key=weight_count)
+        is_round = stepped is self.optimizers[0] and self.made <= before.keys()
+        if before and (is_round or len(self.optimizers) == MOST_STEPS):
+            # A step is one of the rarest, and has all steps of the others in it; of several the largest.
+            rarest = [one for one, count in before.items() if count == min(before.values())]
             # A forward hook for all modules would be compiled into the script's code, and again once it is removed.
             modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
             models = models_of(self.optimizers, modules)
             self.framework = framework_of(models)
             compiled = compilations() > 0  # the script has compiled whatever is compiled in this process
-            self.loop = LoopProfile(models, largest, self.loader, compiled=compiled)
-            self.loop.install(self.stack)
-            self._time_checkpoints(self.loop.timeline)
+            self.loop = LoopProfile(models, max(rarest, key=weight_count), self.loader, compiled=compiled)
+            install(self.loop, set(self.optimizers), self.stack)
             self.began_s = self.loop.timeline.last_s
             self.stack.enter_context(hang_told(self.loop.timeline, self.hang_s, self.folder / "hang.txt"))
-
-    def _time_checkpoints(self, timeline: Timeline) -> None:
-        """Count all that a framework does for a checkpoint as such: it gathers, names, writes and deletes."""
-        for module in CHECKPOINTS.keys() & sys.modules.keys():
-            owner, name = CHECKPOINTS[module].split(".")
-            saver = getattr(sys.modules[module], owner, None)  # what a package imports late is used by nobody yet
-            if saver is not None:
-                save = getattr(saver, name)
-                self.stack.enter_context(patch.object(saver, name, timeline.timed(CHECKPOINT, save)))
 
     def _answer(self, loop: LoopProfile) -> None:
         """Show where the time has gone, once the closer look is over or the loop is long under way."""
@@ -137,6 +136,12 @@ class ScriptProfile:
         if self.stop:
             raise SystemExit(0)
         print(f"speedkit, while the script goes on: {loop.observer.breakdown()}", file=sys.stderr, flush=True)
+
+    def left_out(self) -> list[str]:
+        """Return a sentence about the steps that are not in the loop that is profiled, if there are any."""
+        if not self.others:
+            return []
+        return [f"{self.others} steps of other optimizers came later: they are not in here"]
 
     def too_few(self) -> str:
         """Return why there is no breakdown, "" where there is one."""
@@ -180,37 +185,6 @@ def framework_of(models: Sequence[nn.Module]) -> str:
     return "PyTorch"
 
 
-def has_own_methods(module: nn.Module) -> bool:
-    """Return whether a loop calls a module by methods of its own: it has no `forward`, or it is one of Lightning's."""
-    return hasattr(module, "training_step") or type(module).forward is nn.Module.forward
-
-
-def weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return all tensors that an optimizer updates."""
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
-
-
-def weight_count(optimizer: Optimizer) -> int:
-    """Return how many numbers an optimizer updates."""
-    return sum(weight.numel() for weight in weights_of(optimizer))
-
-
-def models_of(optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return those of all `modules` that a loop calls: the outermost with weights of the optimizers.
-
-    These may be two, of networks that learn in turns. The children of a module that is called by other methods than
-    `forward` are called too.
-    """
-    weights = {id(weight) for optimizer in optimizers for weight in weights_of(optimizer)}
-    owners = [module for module in modules if any(id(weight) in weights for weight in module.parameters())]
-    inner = {child for module in owners for child in module.modules() if child is not module}
-    models = [module for module in owners if module not in inner]
-    for module in models:  # which grows meanwhile: a child may be a list of modules
-        if has_own_methods(module):
-            models += [child for child in module.children() if child in owners]
-    return models
-
-
 def profile_script(
     path: Path,
     arguments: Sequence[str],
@@ -222,11 +196,11 @@ def profile_script(
 ) -> None:
     """Run the script at `path` with its own `arguments`, show why its steps take long, and leave `out`/breakdown.json.
 
-    Nothing in it is edited. It finds what `with profile(...)` is given: the optimizer that updates most weights, the
-    modules that own these, and the DataLoader whose batches they learn from, if it is one. `stop` ends the script with
-    the first answer; after `hang_s` without a step it is told where the script is; `against` is an older breakdown. Of
-    several ranks each has a folder in `out`. A script that fails or exits does so as ever, after the breakdown of what
-    ran. Raises UsageError where there is no such script.
+    Nothing in it is edited. It finds what `with profile(...)` is given: of the optimizers that step least often the one
+    that updates most weights, the modules that own the weights of all, and the DataLoader whose batches they learn
+    from, if it is one. `stop` ends the script with the first answer; after `hang_s` without a step it is told where the
+    script is; `against` is an older breakdown. Of several ranks each has a folder in `out`. A script that fails or
+    exits does so as ever, after the breakdown of what ran. Raises UsageError where there is no such script.
     """
     check_script(path)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -249,8 +223,7 @@ def report(seen: ScriptProfile, path: Path, *, ranks: int, against: Row | None) 
     """Show what was seen of a script, with the changes in the words of its framework, and leave breakdown.json."""
     loop = seen.loop
     assert loop is not None
-    if seen.others > SEEN_STEPS:
-        loop.notes.append(f"{seen.others} steps of other optimizers came later, in another loop: they are not in here")
+    loop.notes += seen.left_out()
     loop.conclude(show=True)
     for row in loop.bottlenecks:
         row["in_words"] = change_in_words(row["change"], seen.framework)

@@ -123,12 +123,12 @@ class Attention:
                 yield "attention", {"attention": kernel}, why
 
     def set(self, wanted: Change) -> None:
-        """Prefer a kernel, or none."""
-        order = [BACKENDS[name] for name in dict.fromkeys((*wanted.values(), *BACKENDS))]
+        """Compute by a kernel, and what it refuses by math, as a patch does; or as the script does."""
+        allowed = [BACKENDS[name] for name in (*wanted.values(), "math")]
         for forward in self.loop.forwards:
             forward.contexts.pop("attention", None)
             if wanted:
-                forward.contexts["attention"] = functools.partial(sdpa_kernel, order, set_priority=True)
+                forward.contexts["attention"] = functools.partial(sdpa_kernel, allowed)
 
 
 class Compilation:
@@ -187,3 +187,10 @@ class Plugged:
                 switch.set(wanted)  # after it: what fails half-way is undone by the next plan
                 changed = True
         return changed
+
+    def close(self) -> None:
+        """Switch all off, one by one: none is left on because another fails, of weights that are on their way out."""
+        for number, switch in enumerate(self.switches):
+            if self.now[number]:
+                with contextlib.suppress(Exception):
+                    switch.set({})

@@ -18,13 +18,14 @@ from torch.optim import optimizer
 from speedkit.errors import UsageError
 from speedkit.files import claim_folder, finite, write_json
 from speedkit.lab.frameworks import change_in_words, lines_of
+from speedkit.lab.script.accounting import CHECKPOINTS
+from speedkit.lab.script.handover import NewRun, SwitchFailed
 from speedkit.lab.script.patches import patch_of
 from speedkit.lab.script.places import Place, recorded_places
-from speedkit.lab.script.profile import CHECKPOINTS, SEEN_STEPS, ScriptProfile
+from speedkit.lab.script.profile import ScriptProfile
 from speedkit.lab.script.report import write_script_report
 from speedkit.lab.script.run import as_python, check_script
 from speedkit.lab.script.tuning import Row, Tuning, tell
-from speedkit.lab.script.turns import NewRun, SwitchFailed
 from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
 from speedkit.measure.profile import SKIP
@@ -56,7 +57,7 @@ class ScriptTuning:
             os.chdir(folder_here)
             self.seen = ScriptProfile(folder, NEVER_S, stop=False)
             self.seen.answered = True  # no first answer: the tuning tells at its end
-            steps = self.tuning.turns.steps
+            steps = self.tuning.handover.steps
             try:
                 with (
                     self._saves(),
@@ -75,7 +76,7 @@ class ScriptTuning:
             is_fork = os.getpid() != process_here
             if is_fork and self.tuning.bench.runs > 1:
                 leave(ended)
-            if is_fork or not self._again(ended, self.tuning.turns.steps - steps):
+            if is_fork or not self._again(ended, self.tuning.handover.steps - steps):
                 if ended is not None:
                     raise ended
                 return
@@ -83,15 +84,15 @@ class ScriptTuning:
     def _again(self, ended: BaseException | None, steps: int) -> bool:
         """Return whether the script has to be run again, after a run with so many `steps` that was `ended`."""
         tuning = self.tuning
-        turns = tuning.turns
+        handover = tuning.handover
         bench = tuning.bench
         plan = bench.plan
         bench.plan = {}
-        if turns.decided or turns.over or not bench.looked:
+        if handover.decided or handover.over or not bench.looked:
             return False
         if isinstance(ended, Exception):
             if plan:
-                turns.interrupt(SwitchFailed(f"{type(ended).__name__}: {ended}"))
+                handover.interrupt(SwitchFailed(f"{type(ended).__name__}: {ended}"))
                 return True
             if bench.runs == 1 or steps:
                 return False
@@ -102,15 +103,16 @@ class ScriptTuning:
         if bench.runs == 1:
             tuning.run_steps = steps
             tell("the loop was over before all was decided: the script is run again, silently, as often as it takes")
-        turns.interrupt(NewRun())
+        handover.interrupt(NewRun())
         return True
 
     def why_nothing(self) -> str:
         """Return why nothing was tried."""
         loop = self.seen.loop
         if loop is not None and not self.tuning.bench.looked and self.tuning.in_time():
-            takes = SEEN_STEPS + SKIP + loop.observer.needed
-            return f"made {SEEN_STEPS + loop.steps} steps, too few to look at: it takes {takes} in a run"
+            first = len(self.seen.optimizers)
+            takes = first + SKIP + loop.observer.needed
+            return f"made {first + loop.steps} steps, too few to look at: it takes {takes} in a run"
         return self.seen.too_few() or "was over before anything was tried: give it a longer --budget"
 
     def record(self) -> Row:
@@ -122,14 +124,14 @@ class ScriptTuning:
             "script": self.path.name,
             "framework": framework,
             "device": this_machine(str(profile.device) if profile is not None else "auto").name,
-            "steps": tuning.turns.steps,
+            "steps": tuning.handover.steps,
             "runs": tuning.bench.runs,
             "step_s": tuning.step_s,
             "optimizations": [row | {"in_words": change_in_words(row["change"], framework)} for row in tuning.rows],
             "plan": tuning.kept,
             "in_words": lines_of(tuning.kept, framework),
             "speedup": tuning.speedup,
-            "notes": tuning.notes,
+            "notes": tuning.notes + self.seen.left_out(),
         }
 
     # ---- what it would save ----
@@ -179,10 +181,13 @@ def leave(ended: BaseException | None) -> NoReturn:
 
 @contextlib.contextmanager
 def said_once(runs: int) -> Iterator[None]:
-    """Let a script, after so many `runs`, say nothing again inside."""
+    """Let a script, after so many `runs`, say nothing again inside, to wandb's server neither."""
     if not runs:
         yield
         return
+    os.environ.setdefault("WANDB_MODE", "offline")
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # a session that has begun reads no variables
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
 
@@ -210,9 +215,9 @@ def tune_script(
 
     def conclude() -> None:
         """Leave the record of what was found, and say it."""
-        job.tuning.turns.close()
-        if job.tuning.turns.error is not None:
-            raise job.tuning.turns.error
+        job.tuning.handover.close()
+        if job.tuning.handover.error is not None:
+            raise job.tuning.handover.error
         if not job.tuning.rows:
             tell(f"{path} {job.why_nothing()}")
             return

@@ -15,7 +15,7 @@ from speedkit.data.own_loader import LOADER_OPTIONS
 from speedkit.errors import SpeedkitError
 from speedkit.lab.script.bench import Bench
 from speedkit.lab.script.feed import Candidate, Feed
-from speedkit.lab.script.turns import NewRun, Over, Turns, Work
+from speedkit.lab.script.handover import Handover, NewRun, Over, Work
 from speedkit.lab.script.words import found
 from speedkit.measure.contender import TURN_S
 from speedkit.measure.optimizations import Change, text
@@ -58,8 +58,8 @@ class Tuning:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.find)
-        self.bench = Bench(self.turns, self.in_time)
+        self.handover = Handover(self.find)
+        self.bench = Bench(self.handover, self.in_time)
         self.rng = random.Random(0)
         self.device = "cpu"
         self.step_s = 0.0  # as the script is
@@ -252,18 +252,18 @@ class Tuning:
         """Return what work between steps finds; where the script ends meanwhile, in its next run."""
         for _ in range(2):
             with contextlib.suppress(NewRun):
-                return self.turns.ask(work)
+                return self.handover.ask(work)
         raise TooShort("a run of the script makes too few steps for it")
 
     def _spent(self) -> float:
         """Return the share of the budget, or of the steps, that was used."""
-        return max((time.perf_counter() - self.began_s) / self.budget_s, self.turns.steps / self.most_steps)
+        return max((time.perf_counter() - self.began_s) / self.budget_s, self.handover.steps / self.most_steps)
 
     def in_time(self) -> bool:
         """Return whether the script may make another step; the tuning is over where it may not."""
-        if self._spent() < HARD_LIMIT and self.turns.steps < self.most_steps:
+        if self._spent() < HARD_LIMIT and self.handover.steps < self.most_steps:
             return True
-        self.turns.interrupt(Over())
+        self.handover.interrupt(Over())
         return False
 
 

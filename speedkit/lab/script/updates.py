@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from speedkit.lab.script.feed import Candidate, asynchronous_copies
-from speedkit.lab.script.profile import weights_of
+from speedkit.lab.script.models import weights_of
 from speedkit.machine import Hardware
 from speedkit.measure.optimizations import Change
 from speedkit.measure.optimizations import threads as threads_for

@@ -1,4 +1,4 @@
-"""Turns of a script: a tuning, in a thread of its own, asks for work between steps, and the script's thread does it.
+"""Handover of a tuning's work: a thread of its own asks for it between a script's steps, and the script's does it.
 
 Only one of the two runs at a time. What a script pushes, its steps, is so pulled by what reads from top to bottom.
 """
@@ -25,7 +25,7 @@ class Over(Exception):
     """The script makes no more steps."""
 
 
-class Turns:
+class Handover:
     """Hands work from the tuning's thread to the script's, which does it at the end of a step."""
 
     def __init__(self, tuning: Callable[[], None]) -> None:
