@@ -48,10 +48,9 @@ def profile(
     `model` is what the loop calls: the compiled one, if it is compiled. After SKIP steps of warm-up and `steps` timed
     ones, a few are looked at closely: their operators, and what makes the host wait. Of the rest only evaluation and
     compilation count. What follows the forward pass, up to `backward()`, is its loss and counts as forward as far as
-    operators are at work, and as other host work where Python is; from a forward pass in evaluation mode or without
-    gradients on, up to training again, all is evaluation. Afterwards
-    everything is as it was, also where the loop raises, and `seen` has `breakdown`, `bottlenecks` and `notes`, which
-    are printed (`show`). Raises UsageError where nothing can be profiled.
+    operators are at work, and as other host work where Python is; from a forward pass in evaluation mode, up to
+    training again, all is evaluation. Afterwards everything is as it was, also where the loop raises, and `seen` has
+    `breakdown`, `bottlenecks` and `notes`, which are printed (`show`). Raises UsageError where nothing can be profiled.
     """
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
         kinds = f"a {type(model).__name__} and a {type(optimizer).__name__}"
@@ -158,18 +157,20 @@ class LoopProfile:
             backwards = timeline.calls[BACKWARD]
             facts.graphs += self.graph == backwards
             self.graph = None
-            if model.training and torch.is_grad_enabled():
-                self.step_may_end()
-                if not facts.items_at_once:
-                    sizes = [len(leaf) for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "ndim", 0)]
-                    facts.items_at_once = next(iter(sizes), 0)
-                timeline.begin(FORWARD, then=AFTER_FORWARD)
-            else:
+            if not model.training:
                 if torch.is_grad_enabled():
                     self.graph = backwards
                 if timeline.stack == [OTHER]:
                     timeline.stack[0] = EVALUATION  # what it took to begin counts too, such as a loader's start
                 timeline.begin(EVALUATION, then=EVALUATION)
+            elif torch.is_grad_enabled():
+                self.step_may_end()
+                if not facts.items_at_once:
+                    sizes = [len(leaf) for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "ndim", 0)]
+                    facts.items_at_once = next(iter(sizes), 0)
+                timeline.begin(FORWARD, then=AFTER_FORWARD)
+            else:  # an agent acts, or a generator makes what a critic learns from
+                timeline.begin(FORWARD)
             try:
                 return call(*args, **kwargs)
             finally:
