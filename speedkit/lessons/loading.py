@@ -19,7 +19,7 @@ REPEATS = 7  # rounds over one batch of items; the median counts
 
 
 def examine(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
-    """Return rows `{part, sample_s, share}`, one for each part of a batch of files made in the training process.
+    """Return rows `{part, sample_ms, share}`, one for each part of a batch of files made in the training process.
 
     Files are read from the page cache, where they are after the first round.
     """
@@ -40,5 +40,6 @@ def examine(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
     batch_s["decode"] = max(0.0, batch_s["decode"] - batch_s["read"])  # it reads the files too
     whole_s = sum(batch_s.values())
     return [
-        {"part": part, "sample_s": part_s / len(items), "share": part_s / whole_s} for part, part_s in batch_s.items()
+        {"part": part, "sample_ms": 1e3 * part_s / len(items), "share": part_s / whole_s}
+        for part, part_s in batch_s.items()
     ]

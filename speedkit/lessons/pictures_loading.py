@@ -20,7 +20,7 @@ def sweep(rows: Sequence[Row], title: str) -> Figure:
     measured = np.array([row["step_s"] for row in rows]) * 1e3
     first = measured[0]
     axes.bar(places, [1e3 * row["predicted_s"] for row in rows], 0.6, color="#F3C6A5", label="lower bound")
-    axes.plot(places, measured, "o-", color=BLUE, label="measured (line: 99 % interval)", zorder=3)
+    axes.plot(places, measured, "o", color=BLUE, label="measured (line: 99 % interval)")
     for place, row in enumerate(rows[1:], 1):
         axes.plot([place] * 2, [first / row["high"], first / row["low"]], zorder=4, **ON_ALL)
     axes.set_xticks(places, [str(row["workers"]) for row in rows])

@@ -10,5 +10,5 @@ from speedkit.recipe import Recipe
 def test_recordings_are_read_and_decoded_and_the_parts_add_up(recordings):
     rows = examine(load_workload("audio", data_dir=recordings, size="tiny"), Recipe(batch_size=8))
     assert [row["part"] for row in rows] == ["read", "decode", "features", "collate", "copy"]
-    assert min(row["sample_s"] for row in rows[:4]) > 0
+    assert min(row["sample_ms"] for row in rows[:4]) > 0
     assert sum(row["share"] for row in rows) == pytest.approx(1)
