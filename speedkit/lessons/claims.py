@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedkit.lab.provenance import is_current, notebooks_folder
-from speedkit.lab.record import NotebookRun
+from speedkit.lab.provenance import is_current
 from speedkit.lab.records import published
 
 ONE_FIGURE_TOLERANCE = 0.10  # a promise such as "1.9x" came from one run somewhere: read as 1.9 give or take this
@@ -74,12 +73,6 @@ def answer_of_value(promise: tuple[float, float], value: float, *, rule: bool) -
 def machine(record: Row) -> list[Any]:
     """Return what tells the machine of a record from others."""
     return [record["hardware"].get(fact) for fact in ("gpu", "cpu", "cores")]
-
-
-def recorded(run: NotebookRun) -> list[dict[str, Any]]:
-    """Return the records of a run's notebook that other machines left in notebooks/records, GPUs first."""
-    left = published(notebooks_folder() / f"{run.notebook}.ipynb").values()
-    return [record for record in left if machine(record) != machine(run.record)]
 
 
 class Reading(NamedTuple):

@@ -83,7 +83,9 @@ def parts(run: NotebookRun, workload: str, *plans: str, of: str = "kernels", gpu
     unit, factor = UNITS[of]
     steps = counts("steps", gpu)[workload]
     names = dict.fromkeys(name for plan in plans for name in steps[plan][of])
-    rows = [{unit: name} | {plan: factor * steps[plan][of].get(name, 0) for plan in plans} for name in names]
+    # Of kernels only the most frequent have their names: any other is at most as frequent as the least of these.
+    fewest = {plan: f"≤ {min(steps[plan][of].values())}" for plan in plans}
+    rows = [{unit: name} | {plan: factor * steps[plan][of].get(name, fewest[plan]) for plan in plans} for name in names]
     if of == "seconds_by_kind":
         rows.append({unit: FACTOR} | {plan: steps[plan]["typical_error"] for plan in plans})
     if of == "memory":

@@ -36,7 +36,7 @@ def break_even(compiled: Mapping[str, tuple[float, Sequence[float]]], *, last: f
     axes.axhline(0, color=GREY, linewidth=2.5, label="eager")
     for (name, (seconds, saved_s)), colour in zip(compiled.items(), COLOURS, strict=False):
         most, likeliest, least = ([-seconds, last * each_s - seconds] for each_s in saved_s)
-        axes.fill_between([0, last], least, most, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between([0, last], least, most, facecolor=(colour, 0.15), edgecolor=colour, linestyle="--")
         axes.plot([0, last], likeliest, color=colour, label=f"{name} (band: 99 % interval)")
     axes.set(xlim=(0, last))
     _finish(axes, xlabel="training steps", ylabel="seconds saved so far")

@@ -247,21 +247,22 @@ def test_mixed_precision_trains_in_bfloat16_on_a_cpu_too():
 
 @compiler
 @pytest.mark.slow
-def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error():
+def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error(capsys):
     model, inputs = Net(), torch.randn(4, 8)
     eager = model(inputs)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    paste("23", model=model)
+    paste("23", model=model, step=lambda: model(inputs).sum().backward())
     assert torch.allclose(model(inputs), eager, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert "pays from step" in capsys.readouterr().out
     broken = Net()
     broken.blocks[0] = Asking(16, 0.0)
-    paste("23", model=broken)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        broken(inputs)
+        paste("23", model=broken, step=lambda: broken(inputs))
+    whole = {"by_blocks = True": "by_blocks = False"}
     with pytest.raises(TypeError, match="class of your own"):
-        paste("23", {"by_blocks = True": "by_blocks = False"}, model=torch.nn.Sequential(torch.nn.Linear(8, 4)))
+        paste("23", whole, model=torch.nn.Sequential(torch.nn.Linear(8, 4)), step=list)
 
 
 class First(torch.nn.Module):
@@ -459,8 +460,8 @@ def gpu(monkeypatch):
 def copied_ahead():
     from speedkit.dry.counts import counted
 
-    ahead = paste("14", loader=None).ahead
     loader = DataLoader(rows(), 8, pin_memory=True)
+    ahead = paste("14", loader=loader).ahead
     with counted() as counts:
         shapes = [(tensor.device.type, len(tensor)) for batch in ahead(loader) for tensor in batch]
     return shapes, dict(counts.names["memcpy"]), counts["sync"]
