@@ -18,7 +18,7 @@ PROMISED = "#F0E442"
 def promises(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return promised and measured speed-ups, rows of `claims.answers`."""
     names = [f"{row['claim']} {shorten(row['technique'], 40, placeholder=' …')}" for row in rows]
-    figure, axes = new_figure(0.27 * len(rows) + 1.5, names)
+    figure, axes = new_figure(0.3 * len(rows) + 1.5, names)
     for y, row in enumerate(rows):
         low, high = row["promised"]
         axes.barh(y, high - low, 0.8, left=low, color=PROMISED)
