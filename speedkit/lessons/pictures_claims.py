@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from speedkit.lab.figures import BLUE, GREY, INK, STYLE, add_caption, new_figure, round_ticks, write_beside
+from speedkit.lab.figures import BLUE, INK, STYLE, add_caption, new_figure, round_ticks, write_beside
 
 PROMISED = "#F0E442"
 
@@ -17,27 +17,24 @@ PROMISED = "#F0E442"
 @style.context(STYLE)
 def promises(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return promised and measured speed-ups, rows of `claims.answers`."""
-    names = [f"{row['claim']} {shorten(row['technique'], 28, placeholder=' …')}" for row in rows]
-    figure, axes = new_figure(0.27 * len(rows) + 1.5, names)
+    names = [f"{row['claim']} {shorten(row['technique'], 40, placeholder=' …')}" for row in rows]
+    figure, axes = new_figure(0.3 * len(rows) + 1.5, names)
     for y, row in enumerate(rows):
         low, high = row["promised"]
         axes.barh(y, high - low, 0.8, left=low, color=PROMISED)
-        text = row["verdict"] + ", stale" * row["stale"]
-        if row["ratio"] is not None:
-            _mark(axes, y, (row["low"], row["ratio"], row["high"]), colour=GREY if row["stale"] else BLUE)
-            text = f"{row['ratio']:.2f}× {text}"
-        write_beside(axes, y, text)
+        _mark(axes, y, (row["low"], row["ratio"], row["high"]))
+        write_beside(axes, y, f"{row['ratio']:.2f}× {row['verdict']}")
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
-    colours = {"promised": PROMISED, "measured": BLUE, "stale": GREY}
+    colours = {"promised": PROMISED, "measured": BLUE}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
     add_caption(figure, title, marks, about="hollow: the interval holds 1")
     return figure
 
 
-def _mark(axes: Axes, y: int, point: tuple[float, float, float], *, colour: str) -> None:
+def _mark(axes: Axes, y: int, point: tuple[float, float, float]) -> None:
     """Draw a measured figure with its interval, hollow where that holds 1."""
     low, middle, high = point
-    axes.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
-    axes.plot(middle, y, "o", color=colour, markersize=6, markerfacecolor="white" if low <= 1 <= high else colour)
+    axes.plot([low, high], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
+    axes.plot(middle, y, "o", color=BLUE, markersize=6, markerfacecolor="white" if low <= 1 <= high else BLUE)

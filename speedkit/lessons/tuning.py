@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from speedkit.lab.figures import ratio_text
@@ -71,38 +71,40 @@ def kind(row: Row) -> str:
 def answers(record: Row) -> str:
     """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
     tried = [row for row in record["optimizations"] if row["ratio"]]
-    product, low, high = (math.prod(row[end] for row in tried if row["kept"]) for end in ("ratio", "low", "high"))
+    kept = [row for row in tried if row["kept"]]
+    product = math.prod(row["ratio"] for row in kept)
+    # Errors of separate measurements: half the widths of the logarithms' intervals add in quadrature.
+    spread = math.exp(math.hypot(*(math.log(row["high"] / row["ratio"]) for row in kept)))
     whole = record["speedup"]
     fits = "no difference is shown"
     if record["change"] == "nothing":
         fits = "nothing was kept"
-    elif whole["high"] < low:
+    elif whole["high"] < product / spread:
         fits = "multiplying promises too much"
-    elif high < whole["low"]:
+    elif product * spread < whole["low"]:
         fits = "multiplying promises too little"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
-    gains = {optimization: gain(record, optimization) for optimization in ("workers", "cache", "precision")}
+    asked = [row for row in tried if row["optimization"] in ("workers", "cache", "precision")]
     return f"""
-1. Worker processes: {gains["workers"]}; a cache: {gains["cache"]}; a smaller number format: {gains["precision"]}. \
-Each was measured on top of what had been kept before it.
-2. The kept gains multiply to {product:.2f}, the ends of their intervals to {low:.2f} and {high:.2f}. Measured \
-afresh, a step of the final plan is {whole["ratio"]:.2f} times as fast as in plain PyTorch ({whole["low"]:.2f} to \
-{whole["high"]:.2f}): {fits}.
+1. Of worker processes, cache and number format: {largest(asked)} Each was measured on top of what had been kept \
+before. What was not measured is in the table of *When it does not help*, with the reason.
+2. The kept gains multiply to {product:.2f}. Measured afresh, a step of the final plan is {whole["ratio"]:.2f} times \
+as fast as in plain PyTorch ({whole["low"]:.2f} to {whole["high"]:.2f}). Held against the interval of the product, the \
+half widths of whose logarithms add in quadrature: {fits}.
 3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were rejected. \
-{len(record["optimizations"]) - len(tried)} more were not measured. {met} of {len(tried)} measured intervals meet the \
-prediction made before; a wide one, a long pale bar in the figure, is easily met.
+{met} of {len(tried)} measured intervals meet the prediction made before; a wide one, a long pale bar in the figure, \
+is easily met.
 """
 
 
-def gain(record: Row, optimization: str) -> str:
-    """Return in words what an optimization of a tuning gained, by its best change."""
-    rows = [row for row in record["optimizations"] if row["optimization"] == optimization]
-    best = max(rows, key=lambda row: row["ratio"] or 0.0, default=None)
-    if best is None:
-        return "not measured"
-    if best["ratio"] is None:
-        return f"not measured ({best['why']})"
-    return f"{best['ratio']:.2f}, {'kept' if best['kept'] else 'rejected'}"
+def largest(rows: Iterable[Row]) -> str:
+    """Return the end of a sentence: which change has the highest ratio, and from which its interval tells it not."""
+    measured = sorted((row for row in rows if row["ratio"]), key=lambda row: row["ratio"], reverse=True)
+    if not measured:
+        return "none was measured."
+    near = [row["change"] for row in measured[1:] if row["high"] >= measured[0]["low"]]
+    apart = f"; its interval meets that of {' and of '.join(near)}, so the order is not shown" if near else ""
+    return f"the highest ratio is that of {measured[0]['change']}, {measured[0]['ratio']:.2f}{apart}."
 
 
 def breakdowns_title(record: Row) -> str:
