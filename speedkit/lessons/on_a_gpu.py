@@ -83,9 +83,14 @@ def parts(run: NotebookRun, workload: str, *plans: str, of: str = "kernels", gpu
     unit, factor = UNITS[of]
     steps = counts("steps", gpu)[workload]
     names = dict.fromkeys(name for plan in plans for name in steps[plan][of])
-    # Of kernels only the most frequent have their names: any other is at most as frequent as the least of these.
-    fewest = {plan: f"≤ {min(steps[plan][of].values())}" for plan in plans}
-    rows = [{unit: name} | {plan: factor * steps[plan][of].get(name, fewest[plan]) for plan in plans} for name in names]
+    rows: list[dict[str, Any]] = [{unit: name} for name in names]
+    for plan in plans:
+        known = steps[plan][of]
+        other: float | str = 0.0
+        if of == "kernels":  # only the most frequent have their names: any other is at most as frequent as the least
+            other = f"≤ {min(known.values())}"
+        for row in rows:
+            row[plan] = factor * known[row[unit]] if row[unit] in known else other
     if of == "seconds_by_kind":
         rows.append({unit: FACTOR} | {plan: steps[plan]["typical_error"] for plan in plans})
     if of == "memory":

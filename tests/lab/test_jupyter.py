@@ -81,7 +81,8 @@ def test_results_show_their_rows_with_a_curve_or_a_bar(tuning, tmp_path):
     assert history._repr_html_().count("<tr>") == 1 + len(history.evaluations) and "█" in history._repr_html_()
     comparison = compare(points(), Plan(), Plan(fused_optimizer=True), pairs=10, **QUIET)
     assert str(comparison) == repr(comparison) and comparison.decision in comparison._repr_html_()
-    assert {"█", "░"} & {*comparison._repr_html_()} and len(repr(comparison)) < 200
+    quiet = dataclasses.replace(comparison, low=0.9, ratio=1.0, high=1.1)  # beside load the whole bar may be pale
+    assert "█" in quiet._repr_html_() and len(repr(comparison)) < 200
     report = profile_workload(points(), device="cpu")
     assert report["rows"] and repr(report).startswith("points:")
     assert all(row["evidence"] in report._repr_html_() for row in report["bottlenecks"])
