@@ -10,11 +10,9 @@ from nbformat.v4 import new_code_cell, new_output
 
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.fallbacks import resolve
-from speedkit.files import write_json
 from speedkit.lab import provenance
 from speedkit.lab.record import read_notebook, start
 from speedkit.lab.records import load_record
-from speedkit.lessons.claims import recorded
 from speedkit.machine import this_machine
 from speedkit.plan import Plan
 
@@ -147,17 +145,6 @@ def test_record_goes_round_whole_and_running_a_cell_again_replaces_what_it_recor
     assert "FAIL losses agree" in capsys.readouterr().out
     with pytest.raises(SpeedkitError, match="losses agree"):
         run.save()
-
-
-def test_recorded_gives_other_machines_records_of_this_notebook(notebooks):
-    run = start("21_small", scale="smoke")
-    record, here = run.finished(), run.hardware.as_dict()
-    for place in ("here/21_small", "gpu/21_small", "gpu/21_small-image", "gpu/21_smaller"):
-        hardware = here | ({"gpu": "A GPU"} if place.startswith("gpu") else {})
-        path = notebooks / "records" / f"{place}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, record | {"notebook": path.stem, "hardware": hardware})
-    assert [other["notebook"] for other in recorded(run)] == ["21_small", "21_small-image"]
 
 
 def test_damage_to_a_record_is_named_by_file_and_field(notebooks, tmp_path):
