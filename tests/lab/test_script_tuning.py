@@ -104,6 +104,17 @@ def test_a_script_that_fails_or_exits_does_so_as_ever(source, code, words, tmp_p
     assert (tmp_path / "seen" / "tune.json").exists() == ("report.html" in result.stdout)
 
 
+@pytest.mark.slow
+def test_a_step_that_fails_under_a_switch_only_is_told_and_the_script_is_run_again(tmp_path):
+    refuses = "        assert not optimizer.param_groups[0].get('fused'), 'planted'\n        optimizer.step()"
+    result = run(tmp_path, SLOW.replace("        optimizer.step()", refuses).replace("0.01", "0.0"), *TUNE)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "seen" / "tune.json").read_text())
+    [row] = [row for row in record["optimizations"] if row["optimization"] == "host_syncs"]
+    assert row["why"] == "it failed: AssertionError: planted" and not row["kept"]
+    assert "fused_optimizer" not in record["plan"]
+
+
 def test_a_script_that_forks_prints_otherwise_and_has_a_second_loop_is_tuned(tmp_path):
     result = run(tmp_path, FORKS + STEPS_OF + SECOND_LOOP, *TUNE, "--steps", "700")
     assert result.returncode == 0 and "mine" not in result.stdout, result.stderr

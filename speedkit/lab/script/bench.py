@@ -43,7 +43,7 @@ class Bench:
         self.looked = False  # closely, at the loop of a run
         self.compiled = False  # by the script itself
         self.gradients = Gradients()
-        self.plan: Change = {}  # that is switched on
+        self.plan: Change = {}  # that is switched on, or was when the run ended
 
     # ---- one run of the script ----
 
@@ -118,7 +118,6 @@ class Bench:
         """Leave the loop as the script has it, and let go of it."""
         if self.loop is not None and os.getpid() == self.process:
             self.plugged.close()
-            self.plan = {}
             self.loop.feed.close()
             self.loop = None
             self.plugged = Plugged([])

@@ -48,6 +48,7 @@ class ScriptTuning:
         self.keep = keep
         self.seen: ScriptProfile
         self.saves_nothing = False
+        self.failure = ""  # of the last run, while something was switched on
 
     def run(self, folder: Path, name: str) -> None:
         """Run the script, whose file has this `name`, until the tuning is over. Raises what it raises by itself."""
@@ -91,8 +92,10 @@ class ScriptTuning:
         if handover.decided or handover.over or not bench.looked:
             return False
         if isinstance(ended, Exception):
-            if plan:
-                handover.interrupt(SwitchFailed(f"{type(ended).__name__}: {ended}"))
+            failure = f"{type(ended).__name__}: {ended}"
+            if plan and failure != self.failure:  # the same once more would be the script's own
+                self.failure = failure
+                handover.interrupt(SwitchFailed(failure))
                 return True
             if bench.runs == 1 or steps:
                 return False

@@ -15,7 +15,7 @@ from speedkit.data.own_loader import LOADER_OPTIONS
 from speedkit.errors import SpeedkitError
 from speedkit.lab.script.bench import Bench
 from speedkit.lab.script.feed import Candidate, Feed
-from speedkit.lab.script.handover import Handover, NewRun, Over, Work
+from speedkit.lab.script.handover import Handover, NewRun, Over, SwitchFailed, Work
 from speedkit.lab.script.words import found
 from speedkit.measure.contender import TURN_S
 from speedkit.measure.optimizations import Change, text
@@ -150,8 +150,9 @@ class Tuning:
             self.rows.append(row | {"why": "undecided: time or steps were used up"})
             raise
         except Exception as error:  # whatever it is, the script goes on without
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            row["why"] = str(error) if isinstance(error, TooShort) else f"it failed: {reason[:300]}"
+            told = str(error) if isinstance(error, (TooShort, SwitchFailed)) else f"{type(error).__name__}: {error}"
+            reason = " ".join(told.split())
+            row["why"] = reason if isinstance(error, TooShort) else f"it failed: {reason[:300]}"
         if row["kept"]:
             self.kept = {**self.kept, **fields}
         self.rows.append(row)
