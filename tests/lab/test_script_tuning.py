@@ -314,7 +314,7 @@ def test_a_step_is_a_round_of_all_optimizers_and_one_that_comes_later_is_told(or
     seen = run_bench(tmp_path, train, lambda *_: None)
     assert seen.loop.optimizer is optimizers["g"] and {*map(id, seen.loop.models)} == {id(nets["c"]), id(nets["g"])}
     assert seen.loop.timeline.calls[OPTIMIZER] == 8 * len(order) - len(seen.optimizers)
-    assert seen.left_out() == ["1 steps of other optimizers came later: they are not in here"]
+    assert seen.left_out() == ["steps of other optimizers that came later are not in here: 1"]
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])

@@ -141,7 +141,7 @@ class ScriptProfile:
         """Return a sentence about the steps that are not in the loop that is profiled, if there are any."""
         if not self.others:
             return []
-        return [f"{self.others} steps of other optimizers came later: they are not in here"]
+        return [f"steps of other optimizers that came later are not in here: {self.others}"]
 
     def too_few(self) -> str:
         """Return why there is no breakdown, "" where there is one."""
