@@ -199,6 +199,7 @@ def test_tuning_on_real_files_leaves_plan_record_notebook_and_report(speedkit, r
     assert read(out / "record.json")["optimizations"] == record["optimizations"]
 
 
+@pytest.mark.slow
 def test_lab_opens_a_working_copy_and_leaves_what_is_there(tmp_path):
     """JupyterLab itself, told to say its version only."""
     (tmp_path / "mine").mkdir()

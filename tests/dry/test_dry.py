@@ -151,6 +151,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gpu"), PAIRS)
 def test_each_plan_runs_on_the_gpu_and_asks_of_it_what_it_should(name, gpu):
     check(name, gpu, PLANS)
@@ -180,11 +181,13 @@ def test_so_it_is_of_each_plan(name, gpu):
     check_large(name, gpu, plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LESSONS)
 def test_orders_layouts_and_kernels_are_what_lessons_show(what):
     assert run(f"course:{what}", COUNTED_ON["sm_90"], **LESSONS[what]) == read_json(COUNTED / "sm_90.json")[what]
 
 
+@pytest.mark.slow
 def test_so_does_a_rank_of_several_with_what_it_sends_the_others():
     check("text", "sm_90", RANKS)
 
@@ -218,6 +221,7 @@ def test_where_memory_runs_out_the_micro_batch_is_halved_and_training_goes_on():
 WHOLE = [pytest.param(name, marks=pytest.mark.slow) for name in ("audio", "image", "speech")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["text", *WHOLE])
 def test_a_training_evaluates_keeps_checkpoints_and_goes_on_from_them(name):
     logs, evaluations, device, resumed_from = run("course:whole", COUNTED_ON["sm_75"], name=name, fields=PLANS["fp16"])

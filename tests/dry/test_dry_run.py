@@ -73,6 +73,7 @@ def counts(launches=10, **others):
 # ---- what is counted ----
 
 
+@pytest.mark.slow
 def test_memory_by_kind_is_that_of_the_weights_and_a_smaller_gpu_takes_smaller_batches():
     small = GPUS["T4"]._replace(mib=1024)  # of which CUDA itself takes 550
     found = {gpu.mib: dry_run(images(), "careful", gpu) for gpu in (GPUS["T4"], small)}
@@ -106,6 +107,7 @@ def test_what_does_not_fit_is_one_sentence_and_other_gpus_are_tried():
     assert [re.search("perceptron does not fit on a tiny GPU", sentence) is not None for sentence in told] == [True]
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_page_and_tells_of_memory_and_time(speedkit, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     out = tmp_path / "out"

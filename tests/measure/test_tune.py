@@ -361,6 +361,7 @@ def far(features, waveform):
     return features(waveform) + FAR
 
 
+@pytest.mark.slow
 def test_a_plan_that_learns_worse_is_replaced_and_the_record_says_so(monkeypatch):
     """In a cache of float16 nothing of the points is left."""
     work = tiny.points(train=64, test=256, epochs=8)
@@ -418,6 +419,7 @@ def test_an_optimization_is_left_out_only_where_a_later_one_may_have_taken_its_g
     assert plan == Plan(validate_every=3, channels_last=True, precision="bf16" if kept else "default")
 
 
+@pytest.mark.slow
 def test_nothing_slower_than_the_careful_plan_is_recommended():
     of = job(tiny.points(train=256, size=64, hidden=128, batch_size=64), pairs=10)
     final = final_comparison(of, Plan(micro_batch=1))
@@ -450,6 +452,7 @@ def test_a_plan_that_the_model_cannot_take_is_a_reason_and_no_end():
     assert row["why"].startswith("failed: RuntimeError: not that many")
 
 
+@pytest.mark.slow
 def test_a_budget_too_short_for_one_optimization_says_so_and_a_longer_one_goes_on_from_what_was_measured(tmp_path):
     work, out = tiny.points(train=64, test=32, epochs=1), tmp_path / "tune"
     with pytest.raises(UsageError, match=r"too short to try one optimization: .* at least \d+ s; --resume goes on"):
@@ -487,6 +490,7 @@ def with_a_best_plan(monkeypatch):
     monkeypatch.setattr(tune_module, "ablate", lambda job, accepted: (BEST, []))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_a_best_plan")
 def test_a_tuning_and_what_it_is_resumed_to_name_what_was_left_out(tmp_path):
     work = tiny.points(epochs=1)
@@ -515,6 +519,7 @@ def all_bad(load, item):
     raise BadItem(item.path, "it is not audio")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_a_best_plan")
 def test_damaged_files_of_a_tuning_are_set_aside_told_of_and_made_anew(tmp_path, capsys):
     work, out = tiny.points(epochs=1), tmp_path / "tune"

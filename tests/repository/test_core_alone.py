@@ -46,6 +46,7 @@ def run(folder, *words):
     return python(*words, folder=folder, paths=(folder, folder / "tests"))
 
 
+@pytest.mark.slow
 def test_the_core_alone_trains_by_every_preset_and_resumes(copy):
     done = run(copy, "-c", PROGRAM)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -59,6 +59,7 @@ def test_the_light_core_works_and_says_which_extra_is_missing(light, words, miss
     assert (done.returncode == 2 and done.stderr.endswith(sentence)) if missing else not done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_tuning_without_the_packages_for_notebooks_leaves_all_but_notebook_and_pictures(light, tmp_path):
     done = light(f"tune mine:mine --optimizations host_syncs --seeds 2 --budget 120 --steps 20 --out {tmp_path}/tuned")
     missing = """package {} is not installed: pip install "torch-speedkit[notebooks]\""""
@@ -94,6 +95,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_a_wheel_brings_along_what_tunings_and_runs_need(installed, tmp_path):
     done = python("-c", SHIPPED, "publish", "21", folder=tmp_path, paths=[installed])  # which is for a checkout alone
     assert done.returncode == 2 and "clone it" in done.stderr, done.stderr
