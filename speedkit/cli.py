@@ -49,7 +49,7 @@ from speedkit.recipe import Recipe
 from speedkit.upkeep import cache, lab, publish, run
 
 OF_SCRIPT = "of the script"  # what a script trains by, beside plans
-RENDERING_S = 20.0  # of a tuning's budget, for report and notebook; with what came before a quarter of it at most
+RENDERING_S = 26.0  # of a tuning's budget, for report and notebook; with what came before a quarter of it at most
 
 
 def main(command: click.Command | None = None, name: str = "speedkit") -> NoReturn:

@@ -57,7 +57,7 @@ def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device)
         data: Any = loader.dataset
         size = 1  # an item is a batch, where the loader joins none
         if loader.batch_sampler is not None:  # one of the user's own need not say how many it joins
-            size = getattr(loader.batch_sampler, "batch_size", None) or breakdown.facts.items_at_once
+            size = getattr(loader.batch_sampler, "batch_size", None) or breakdown.facts.items_at_once or 1
         count = min(size, len(data))
         time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
         breakdown.facts.items_s *= breakdown.facts.batches

@@ -11,6 +11,7 @@ from speedkit.measure.optimizations import Optimization, plan_of
 from speedkit.measure.quality import mean_difference, same_losses
 from speedkit.measure.stages import AGAIN_SHARE, TRYING_SHARE, Row, Tuning
 from speedkit.measure.stats import FALSE_KEEP, LOOKS, log_ratios, trimmed_mean
+from speedkit.measure.words import ratio_text
 from speedkit.plan import Plan
 
 CONTROL_PAIRS = 20
@@ -34,8 +35,8 @@ def compare_with_itself(job: Tuning) -> Row:
     resolution = math.exp(reach * math.sqrt(len(control.seconds_a) / LOOKS[-1]))  # of all pairs that there may be
     if max(control.ratio, 1 / control.ratio, resolution) > BUSY:
         job.say(
-            f"steps scatter: a plan compared with itself gives {control.ratio:.2f} ({control.low:.2f} to "
-            f"{control.high:.2f}), so a gain of {resolution:.2f} is shown every other time"
+            f"steps scatter: a plan compared with itself gives {ratio_text(vars(control))}, "
+            f"so a gain of {resolution:.2f} is shown every other time"
         )
     return {"resolution": resolution, "noise": mean_difference(control.losses_b, control.losses_a)}
 

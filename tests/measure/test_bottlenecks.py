@@ -169,6 +169,10 @@ def test_a_batch_of_a_batch_sampler_counts_with_all_its_items(sampler):
     breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts(items_at_once=8))
     bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(data, batch_sampler=sampler), torch.device("cpu"))
     assert breakdown.facts.batch_bytes == 8 * 12
+    # In a loop that gives no inputs to a model nobody knows how many an own one joins.
+    breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts())
+    bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(data, batch_sampler=sampler), torch.device("cpu"))
+    assert breakdown.facts.batch_bytes >= 12
 
 
 # For real.
