@@ -171,7 +171,7 @@ def round_ticks(axis: Axis) -> None:
     """Give a logarithmic axis a few round ticks, whether it spans a hundredth or six decades."""
     low, high = axis.get_view_interval()
     if high > 4 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 1000 * low else (1,)))
     else:
         axis.set_major_locator(MaxNLocator(6))
     axis.set_major_formatter("{x:g}")
