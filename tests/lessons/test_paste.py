@@ -167,8 +167,8 @@ def test_laps_give_each_part_its_share_of_a_step_and_what_it_bounds(capsys):
     after.booked.update({"data wait": 5 * [9.0] + 10 * [1.0], "forward": 5 * [0.0] + 10 * [3.0]})
     after.shares()
     wait, forward = capsys.readouterr().out.splitlines()
-    assert wait == "data wait: 25%; 1.33 times as fast without, at most"
-    assert forward == "forward: 75%; 4.00 times as fast without, at most"
+    assert wait == "data wait: 25%; without it 1.33 times as fast"
+    assert forward == "forward: 75%; without it 4.00 times as fast"
 
 
 def test_workers_the_fewest_of_the_fastest_win_and_give_every_sample(capsys):
