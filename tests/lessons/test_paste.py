@@ -22,14 +22,15 @@ from speedkit.measure.stats import paired_interval
 
 LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41, 50)]
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
+PROFILER = re.compile(r"PyTorch's own profiler.*\n```python\n(.*)\n```\n.*", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
 
-def block(lesson):
+def block(lesson, offer=PASTE):
     """The code that a lesson offers."""
     [path] = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
     sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
-    [found] = filter(None, map(PASTE.fullmatch, sources))
+    [found] = filter(None, map(offer.fullmatch, sources))
     return found[1]
 
 
@@ -146,22 +147,38 @@ def test_pairs_of_turns_have_the_interval_of_a_comparison(capsys):
 def test_a_profile_has_five_steps_of_a_loop_and_leaves_their_timeline(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, steps = Net(), []
-    after = paste("02", loader=DataLoader(rows(160), 8), step=lambda batch: steps.append(model(batch[0])))
+    names = {"loader": DataLoader(rows(160), 8), "step": lambda batch: steps.append(model(batch[0]))}
+    exec(block("02", PROFILER), names)
     assert len(steps) == 12
-    counts = {event.key: event.count for event in after.profiler.key_averages()}
+    counts = {event.key: event.count for event in names["profiler"].key_averages()}
     assert counts["aten::addmm"] == 5 * 4  # linear layers
     assert [count for name, count in counts.items() if name.startswith("enumerate(DataLoader)#")] == [5]
     assert "Self CPU" in capsys.readouterr().out
     assert "aten::addmm" in (tmp_path / "steps.json").read_text()
 
 
-def test_workers_the_fewest_of_the_fastest_win_and_give_every_sample():
+def test_laps_give_each_part_its_share_of_a_step_and_what_it_bounds(capsys):
+    after = paste("02")
+    for _ in range(3):
+        after.lap("data wait")
+        busy(0.003)
+        after.lap("forward")
+    assert min(after.booked["forward"]) >= 0.003 and len(after.booked["data wait"]) == 3
+    after.booked.update({"data wait": 5 * [9.0] + 10 * [1.0], "forward": 5 * [0.0] + 10 * [3.0]})
+    after.shares()
+    wait, forward = capsys.readouterr().out.splitlines()
+    assert wait == "data wait: 25%; without it 1.33 times as fast"
+    assert forward == "forward: 75%; without it 4.00 times as fast"
+
+
+def test_workers_the_fewest_of_the_fastest_win_and_give_every_sample(capsys):
     steps = []
     after = paste("10", data=rows(40), step=steps.append, __name__="__main__")
-    tried = [workers for workers in (0, 1, 2, 4, 8, 16) if workers <= os.cpu_count()]
+    tried = [workers for workers in (0, 1, 2, 4, 8) if workers <= os.cpu_count()]
     assert len(steps) == 4 * len(tried) * 2 and [*after.took] == tried
     quick = [workers for workers, took_s in after.took.items() if took_s < 1.05 * min(after.took.values())]
     assert after.loader.num_workers == min(quick)
+    assert f"chosen: {min(quick)}" in capsys.readouterr().out
     assert sorted(torch.cat([targets for _, targets in after.loader])) == sorted(torch.arange(40) % 4)
 
 
