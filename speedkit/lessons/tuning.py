@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from speedkit.lab.figures import ratio_text
@@ -72,29 +72,35 @@ def answers(record: Row) -> str:
     """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
     tried = [row for row in record["optimizations"] if row["ratio"]]
     kept = [row for row in tried if row["kept"]]
-    product = math.prod(row["ratio"] for row in kept)
-    # Errors of separate measurements: half the widths of the logarithms' intervals add in quadrature.
-    spread = math.exp(math.hypot(*(math.log(row["high"] / row["ratio"]) for row in kept)))
+    product = multiplied(kept)
     whole = record["speedup"]
     fits = "no difference is shown"
     if record["change"] == "nothing":
         fits = "nothing was kept"
-    elif whole["high"] < product / spread:
+    elif whole["high"] < product["low"]:
         fits = "multiplying promises too much"
-    elif product * spread < whole["low"]:
+    elif product["high"] < whole["low"]:
         fits = "multiplying promises too little"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
     asked = [row for row in tried if row["optimization"] in ("workers", "cache", "precision")]
     return f"""
 1. Of worker processes, cache and number format: {largest(asked)} Each was measured on top of what had been kept \
 before. What was not measured is in the table of *When it does not help*, with the reason.
-2. The kept gains multiply to {product:.2f}. Measured afresh, a step of the final plan is {whole["ratio"]:.2f} times \
-as fast as in plain PyTorch ({whole["low"]:.2f} to {whole["high"]:.2f}). Held against the interval of the product, the \
-half widths of whose logarithms add in quadrature: {fits}.
+2. The kept gains multiply to {product["ratio"]:.2f} ({product["low"]:.2f} to {product["high"]:.2f}). Measured \
+afresh, a step of the final plan is {whole["ratio"]:.2f} times as fast as in plain PyTorch ({whole["low"]:.2f} to \
+{whole["high"]:.2f}): {fits}.
 3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were rejected. \
 {met} of {len(tried)} measured intervals meet the prediction made before; a wide one, a long pale bar in the figure, \
 is easily met.
 """
+
+
+def multiplied(rows: Sequence[Row]) -> Fields:
+    """Return the product of the ratios of changes, with its 99 % interval, as `ratio`, `low` and `high`."""
+    ratio = math.prod(row["ratio"] for row in rows)
+    # Errors of separate measurements: half the widths of the logarithms' intervals add in quadrature.
+    spread = math.exp(math.hypot(*(math.log(row["high"] / row["ratio"]) for row in rows)))
+    return {"ratio": ratio, "low": ratio / spread, "high": ratio * spread}
 
 
 def largest(rows: Iterable[Row]) -> str:
