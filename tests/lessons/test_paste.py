@@ -455,7 +455,7 @@ def test_the_plan_that_won_makes_each_input_once_and_learns_as_plain_pytorch_doe
     before = copy.deepcopy(model)
     [loss] = learn(plain)
     names = {"model": model, "criterion": functional.cross_entropy, "device": "cpu", "batch_size": 6, "data": data}
-    after = paste("90", **names)
+    after = paste("90", **names, lr=1e-3)
     assert data.made.tolist() == [2] * 6  # once in each loop
     assert after.cached.tensors[0].dtype == torch.float16 and after.optimizer.defaults["fused"]
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
