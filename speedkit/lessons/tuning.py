@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from speedkit.lab.figures import ratio_text
@@ -70,31 +70,37 @@ def kind(row: Row) -> str:
 
 def answers(record: Row) -> str:
     """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
-    tried = [row for row in record["optimizations"] if row["ratio"]]
+    # A change may be measured again at the end: its last measurement counts.
+    tried = {row["change"]: row for row in record["optimizations"] if row["ratio"]}.values()
     kept = [row for row in tried if row["kept"]]
-    product = math.prod(row["ratio"] for row in kept)
-    # Errors of separate measurements: half the widths of the logarithms' intervals add in quadrature.
-    spread = math.exp(math.hypot(*(math.log(row["high"] / row["ratio"]) for row in kept)))
+    product = multiplied(kept)
     whole = record["speedup"]
+    excess = multiplied([*kept, {"ratio": 1 / whole["ratio"], "high": 1 / whole["low"]}])  # product over whole
     fits = "no difference is shown"
-    if record["change"] == "nothing":
-        fits = "nothing was kept"
-    elif whole["high"] < product / spread:
+    if excess["low"] > 1:
         fits = "multiplying promises too much"
-    elif product * spread < whole["low"]:
+    elif excess["high"] < 1:
         fits = "multiplying promises too little"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
     asked = [row for row in tried if row["optimization"] in ("workers", "cache", "precision")]
     return f"""
 1. Of worker processes, cache and number format: {largest(asked)} Each was measured on top of what had been kept \
 before. What was not measured is in the table of *When it does not help*, with the reason.
-2. The kept gains multiply to {product:.2f}. Measured afresh, a step of the final plan is {whole["ratio"]:.2f} times \
-as fast as in plain PyTorch ({whole["low"]:.2f} to {whole["high"]:.2f}). Held against the interval of the product, the \
-half widths of whose logarithms add in quadrature: {fits}.
-3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were rejected. \
+2. The kept gains multiply to {product["ratio"]:.2f} ({product["low"]:.2f} to {product["high"]:.2f}). Measured \
+afresh, a step of the final plan is {whole["ratio"]:.2f} times as fast as in plain PyTorch ({whole["low"]:.2f} to \
+{whole["high"]:.2f}). By an interval for the ratio of the two: {fits}.
+3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} lost. \
 {met} of {len(tried)} measured intervals meet the prediction made before; a wide one, a long pale bar in the figure, \
 is easily met.
 """
+
+
+def multiplied(rows: Sequence[Row]) -> Fields:
+    """Return the product of the ratios of changes, with its 99 % interval, as `ratio`, `low` and `high`."""
+    ratio = math.prod(row["ratio"] for row in rows)
+    # Errors of separate measurements: half the widths of the logarithms' intervals add in quadrature.
+    spread = math.exp(math.hypot(*(math.log(row["high"] / row["ratio"]) for row in rows)))
+    return {"ratio": ratio, "low": ratio / spread, "high": ratio * spread}
 
 
 def largest(rows: Iterable[Row]) -> str:
@@ -109,8 +115,7 @@ def largest(rows: Iterable[Row]) -> str:
 
 def breakdowns_title(record: Row) -> str:
     """Return which share of a step a tuning's final plan has made smaller most, and what is left of it."""
-    shares = {
-        side: {row["cause"]: row["share"] for row in record["breakdowns"][side]["rows"]} for side in ENDS.values()
-    }
-    cause = max(shares["baseline"], key=lambda cause: shares["baseline"][cause] - shares["final"].get(cause, 0.0))
-    return f"{cause}: {shares['baseline'][cause]:.0%} of a step before, {shares['final'].get(cause, 0.0):.0%} after"
+    sides = (record["breakdowns"][side]["rows"] for side in ENDS.values())
+    before, after = ({row["cause"]: row["share"] for row in rows} for rows in sides)
+    cause = max(before, key=lambda cause: before[cause] - after.get(cause, 0.0))
+    return f"{cause}: {before[cause]:.0%} of a step before, {after.get(cause, 0.0):.0%} after"

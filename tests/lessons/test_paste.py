@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from speedkit.lessons.planted import busy
 from speedkit.measure.stats import paired_interval
 
-LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41, 50)]
+LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41, 50, 90)]
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
 PROFILER = re.compile(r"PyTorch's own profiler.*\n```python\n(.*)\n```\n.*", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
@@ -455,6 +455,33 @@ def test_a_promise_is_measured_in_pairs_of_random_order():
     inside = [ratio for ratio in after.ratios if after.low < ratio < after.high]
     # Of 40 the median lies between the 12th and the 29th in 99 of 100 cases; some ratios may be equal to an end.
     assert len(outside) <= 22 and len(inside) <= 16 and {after.low, after.high} <= {*after.ratios}
+
+
+class Pictures(Counting):
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return torch.full((2, 4, 4), index / 6), index
+
+
+def test_the_plan_that_won_makes_each_input_once_and_learns_as_plain_pytorch_does(capsys):
+    data = Pictures()
+    layers = torch.nn.Conv2d(2, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32, 6)
+    model = torch.nn.Sequential(*layers)
+    plain = script(copy.deepcopy(model), data, batch_size=6)
+    plain["optimizer"] = torch.optim.AdamW(plain["model"].parameters())
+    before = copy.deepcopy(model)
+    [loss] = learn(plain)
+    names = {"model": model, "criterion": functional.cross_entropy, "device": "cpu", "batch_size": 6, "data": data}
+    after = paste("90", **names, lr=1e-3)
+    assert data.made.tolist() == [2] * 6  # once in each loop
+    assert after.cached.tensors[0].dtype == torch.float16 and after.optimizer.defaults["fused"]
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert capsys.readouterr().out == f"step 0: {after.loss.item():.4f}\n"
+    assert after.loss.item() == pytest.approx(loss, rel=0.01)
+    ours, theirs, start = (
+        torch.cat([w.detach().flatten() for w in net.parameters()]) for net in (model, plain["model"], before)
+    )
+    assert (ours - theirs).norm() < 0.3 * (theirs - start).norm()
 
 
 # On a GPU that is not there: what these return, a process that has it does.
