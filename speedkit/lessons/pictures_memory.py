@@ -63,7 +63,7 @@ def tried(
 
 @style.context(STYLE)
 def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Return what each row's plan keeps and needs at most, and how long its step takes, beside the first row of the same `net`.
+    """Return what each row's plan keeps and needs at most, and how long its step takes, beside the first of its `net`.
 
     `low` and `high` of a row are the interval of its time, as shares of the first row's.
     """
@@ -75,6 +75,7 @@ def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         for shift, key, colour in ((-0.27, "kept_bytes", BLUE), (0.0, "peak_bytes", GREY), (0.27, "step_s", ORANGE)):
             axes.barh(y + shift, 100 * row[key] / plain[key], 0.25, color=colour)
         axes.plot([100 * row["low"], 100 * row["high"]], [y + 0.27] * 2, "|-", markersize=7, **ON_ALL)
-        write_beside(axes, y, f"{row['kept_bytes'] / 1e6:.3g} MB kept, {row['peak_bytes'] / 1e6:.3g} MB peak\n{1e3 * row['step_s']:.3g} ms")
+        kept_mb, peak_mb = row["kept_bytes"] / 1e6, row["peak_bytes"] / 1e6
+        write_beside(axes, y, f"{kept_mb:.3g} MB kept, {peak_mb:.3g} MB peak\n{1e3 * row['step_s']:.3g} ms")
     axes.set(xlabel="per cent of keeping all (blue: memory kept; grey: peak; orange: time, with its 99 % interval)")
     return figure

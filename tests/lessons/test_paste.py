@@ -355,7 +355,8 @@ def test_the_number_of_threads_is_that_of_the_shortest_step():
     try:
         after = paste("28", step=lambda: torch.randn(64, 64).sum())
         assert [*after.seconds] == [1, 2]
-        assert torch.get_num_threads() == min(after.seconds, key=after.seconds.get)
+        pays = after.seconds[1] < 0.95 * after.seconds[2]
+        assert torch.get_num_threads() == (1 if pays else 2)
     finally:
         torch.set_num_threads(before)
 
