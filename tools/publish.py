@@ -3,8 +3,11 @@
 `speedkit publish --help`, or `python tools/publish.py --help`, shows how.
 """
 
+import collections
+import itertools
 import json
 import math
+import operator
 import re
 import shutil
 import time
@@ -22,7 +25,7 @@ from matplotlib import style
 from speedkit import files
 from speedkit.cli import main
 from speedkit.errors import SpeedkitError, UsageError
-from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, ratio_text, result_text, waterfall
+from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, result_text, waterfall
 from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
@@ -268,9 +271,15 @@ def peers_table(folder: Path) -> str:
     if not (folder / PEERS).exists():
         return "Nothing is measured beside its peers yet: `python benchmarks/peers.py` does it."
     record = files.read_json(folder / PEERS)
-    rows = [[row["name"], row["a"], row["b"], ratio_text(row)] for row in record["measurements"]]
-    table = markdown_table(["what", "A", "B", "time of A / time of B (99 %)"], rows)
-    return f"On {record['machine']}, at commit {record['commit']}:\n\n{table}"
+    tables = []
+    for a, measured in itertools.groupby(record["measurements"], operator.itemgetter("a")):
+        found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        for row in measured:
+            found[row["name"].partition(":")[0]][row["b"]] = "{ratio:.2g} ({low:.2g} to {high:.2g})".format_map(row)
+        rows = [[what, *ratios.values()] for what, ratios in found.items()]
+        tables.append(markdown_table([f"time of {a} over that of", *next(iter(found.values()))], rows))
+    text = "\n\n".join(tables)
+    return f"On {record['machine']}, at commit {record['commit']}, with 99 % intervals; below 1 is slower:\n\n{text}"
 
 
 def notebooks_table(folder: Path) -> str:
