@@ -14,16 +14,16 @@ Row = Mapping[str, Any]
 
 @style.context(STYLE)
 def sweep(rows: Sequence[Row], title: str) -> Figure:
-    """Return time per step over workers, measured and its limit; `rows` have seconds, `low` and `high` are ratios."""
+    """Return time per step over workers, measured and predicted; of `rows` `low` and `high` are ratios."""
     figure, axes = new_figure(3.2, title=title)
     places = range(len(rows))
     measured = np.array([row["step_s"] for row in rows]) * 1e3
     first = measured[0]
-    axes.bar(places, [1e3 * row["predicted_s"] for row in rows], 0.6, color="#F3C6A5", label="lower bound")
+    axes.bar(places, [1e3 * row["predicted_s"] for row in rows], 0.6, color="#F3C6A5", label="predicted")
     axes.plot(places, measured, "o", color=BLUE, label="measured (line: 99 % interval)")
     for place, row in enumerate(rows[1:], 1):
         axes.plot([place] * 2, [first / row["high"], first / row["low"]], zorder=4, **ON_ALL)
     axes.set_xticks(places, [str(row["workers"]) for row in rows])
-    axes.set(xlabel="workers", ylabel="ms per step: lower is faster", ylim=(0, None))
+    axes.set(xlabel="workers", ylabel="ms per step: lower is faster", ylim=(0, 2.5 * first))
     figure.legend(loc="outside lower center", ncols=2)
     return figure
