@@ -159,7 +159,7 @@ def facts_of_step(run: TrainingRun) -> dict[str, Any]:
         next(training)
     learner = run.learner
     return step_facts(counts, [learner.model], learner.optimizer) | {
-        "micro_batch": learner.micro_batch,
+        "micro_batch": min(learner.micro_batch, run.recipe.batch_size),  # of a user's own batches it has no limit
         "fallbacks": [str(fallback) for fallback in run.effective.fallbacks],
     }
 
@@ -213,9 +213,9 @@ def largest_that_fit(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str
             next(train(run))
             run.learner.optimizer.zero_grad(set_to_none=True)
 
-        batch = of_size(run.learner.micro_batch)
         found = {"largest_micro_batch": largest(lambda size: step(of_size(size)))}
         if workload.length is not None:
+            batch = of_size(min(run.learner.micro_batch, recipe.batch_size))
             unit = math.gcd(*longest.lengths.tolist())  # of which the data's lengths are multiples
 
             def longer_step(units: int) -> None:

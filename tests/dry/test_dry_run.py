@@ -11,7 +11,7 @@ import torch
 from processes import ROOT
 from torch.utils.data import TensorDataset
 
-from speedkit import dry_run
+from speedkit import dry_run, load_workload
 from speedkit.dry import predict
 from speedkit.dry.dry_run import dry_runs
 from speedkit.dry.gpus import GPUS, chosen_gpus, find_gpu
@@ -44,6 +44,17 @@ def perceptron():
 def images():
     data = TensorDataset(torch.zeros(64, 1024), torch.zeros(64, dtype=torch.long))
     return from_dataset(perceptron, data, data, recipe=Recipe(batch_size=64, epochs=2), name="perceptron")
+
+
+class Scores(torch.nn.Linear):
+    """A model that takes the entries of its batch by name."""
+
+    def forward(self, features):
+        return super().forward(features)
+
+
+def with_a_batch():
+    return Scores(1024, HIDDEN), {"features": torch.zeros(4, 1024)}
 
 
 def recordings():
@@ -97,6 +108,11 @@ def test_longer_samples_fit_in_smaller_batches_and_as_many_workers_load_as_a_ste
     assert most == pytest.approx(row["largest_micro_batch"] * 2000, rel=0.1)
     assert 0.25 < 4 * CHANNELS * most / ((2048 - 550) * 2**20) < 1
     assert row["sample_s"] == 10 and row["workers"] == math.ceil(64 * 10 / row["seconds"])
+
+
+def test_of_a_model_with_a_sample_batch_the_largest_batch_that_fits_is_found():
+    found = dry_run(load_workload("test_dry_run:with_a_batch"), "careful", "T4")
+    assert found["micro_batch"] == 4 < found["largest_micro_batch"] and found["memory"]["weights"] == 4 * 1025 * HIDDEN
 
 
 def test_what_does_not_fit_is_one_sentence_and_other_gpus_are_tried():
