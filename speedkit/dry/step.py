@@ -213,9 +213,10 @@ def largest_that_fit(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str
             next(train(run))
             run.learner.optimizer.zero_grad(set_to_none=True)
 
+        size = min(run.learner.micro_batch, recipe.batch_size)  # before the search changes it
         found = {"largest_micro_batch": largest(lambda size: step(of_size(size)))}
         if workload.length is not None:
-            batch = of_size(min(run.learner.micro_batch, recipe.batch_size))
+            batch = of_size(size)
             unit = math.gcd(*longest.lengths.tolist())  # of which the data's lengths are multiples
 
             def longer_step(units: int) -> None:

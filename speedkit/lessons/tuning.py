@@ -70,8 +70,7 @@ def kind(row: Row) -> str:
 
 def answers(record: Row) -> str:
     """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
-    # A change may be measured again at the end: its last measurement counts.
-    tried = {row["change"]: row for row in record["optimizations"] if row["ratio"]}.values()
+    tried = measured(record["optimizations"])
     kept = [row for row in tried if row["kept"]]
     product = multiplied(kept)
     whole = record["speedup"]
@@ -95,6 +94,11 @@ is easily met.
 """
 
 
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of changes that were measured: of one that was measured again at the end, the last row."""
+    return [*{row["change"]: row for row in rows if row["ratio"]}.values()]
+
+
 def multiplied(rows: Sequence[Row]) -> Fields:
     """Return the product of the ratios of changes, with its 99 % interval, as `ratio`, `low` and `high`."""
     ratio = math.prod(row["ratio"] for row in rows)
@@ -105,12 +109,12 @@ def multiplied(rows: Sequence[Row]) -> Fields:
 
 def largest(rows: Iterable[Row]) -> str:
     """Return the end of a sentence: which change has the highest ratio, and from which its interval tells it not."""
-    measured = sorted((row for row in rows if row["ratio"]), key=lambda row: row["ratio"], reverse=True)
-    if not measured:
+    ranked = sorted(measured(rows), key=lambda row: row["ratio"], reverse=True)
+    if not ranked:
         return "none was measured."
-    near = [row["change"] for row in measured[1:] if row["high"] >= measured[0]["low"]]
+    near = [row["change"] for row in ranked[1:] if row["high"] >= ranked[0]["low"]]
     apart = f"; its interval meets that of {' and of '.join(near)}, so the order is not shown" if near else ""
-    return f"the highest ratio is that of {measured[0]['change']}, {measured[0]['ratio']:.2f}{apart}."
+    return f"the highest ratio is that of {ranked[0]['change']}, {ranked[0]['ratio']:.2f}{apart}."
 
 
 def breakdowns_title(record: Row) -> str:

@@ -19,6 +19,7 @@ from speedkit.dry.process import run
 from speedkit.errors import UsageError
 from speedkit.files import read_json
 from speedkit.own_workload import from_dataset
+from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -108,6 +109,8 @@ def test_longer_samples_fit_in_smaller_batches_and_as_many_workers_load_as_a_ste
     assert most == pytest.approx(row["largest_micro_batch"] * 2000, rel=0.1)
     assert 0.25 < 4 * CHANNELS * most / ((2048 - 550) * 2**20) < 1
     assert row["sample_s"] == 10 and row["workers"] == math.ceil(64 * 10 / row["seconds"])
+    half = dry_run(recordings(), Plan(micro_batch=32), GPUS["T4"]._replace(mib=2048))
+    assert half["micro_batch"] == 32 and 32 * half["largest_length"] == pytest.approx(most, rel=0.1)
 
 
 def test_of_a_model_with_a_sample_batch_the_largest_batch_that_fits_is_found():
