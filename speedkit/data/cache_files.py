@@ -61,7 +61,7 @@ def fingerprint(workload: Workload, plan: Plan) -> str:
 def content_hash(value: Any) -> str:
     """Return a hash of what a value consists of, the same in every process.
 
-    Raises SpeedkitError for what cannot be compared, such as a lock.
+    Raises SpeedkitError for what cannot be compared, such as a lock or an object that contains itself.
     """
     source_of.cache_clear()  # a notebook may have loaded edited files again
     content = xxh3_128()
@@ -69,7 +69,7 @@ def content_hash(value: Any) -> str:
     pickler.fast = True  # equal values count as equal, whether or not they are one object
     try:
         pickler.dump(value)
-    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError, pickle.PicklingError) as error:
         problem = f"whether {value!r:.60} changes cannot be seen ({error})"
         raise SpeedkitError(f"{problem}: open files and locks where they are used") from error
     return content.hexdigest()

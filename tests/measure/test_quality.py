@@ -1,10 +1,12 @@
 """How equal quality is decided: by which trainings, on how much of a schedule, in which looks."""
 
 import dataclasses
+import functools
 import types
 
 import pytest
 import tiny
+import torch
 
 from speedkit.measure.quality import curve, curves_file, favoured_test, fold, quality_of
 from speedkit.measure.stages import Stage, Tuning
@@ -106,6 +108,10 @@ def test_trainings_are_kept_for_the_same_recipe_and_plan_and_no_other():
     several = [(work, Plan()), (tiny.points(), Plan()), (longer, Plan()), (other_loss, Plan()), (work, BEST)]
     files = [curves_file(one, one.recipe, plan, hardware=tiny.CPU) for one, plan in several]
     assert files[0] == files[1] and len(set(files)) == 4
+    model = torch.nn.Linear(4, 2)
+    model.forward = functools.partial(model.forward)  # as `prepare` leaves it: the model holds itself
+    prepared = dataclasses.replace(work, model=lambda: model)
+    assert curves_file(prepared, work.recipe, Plan(), hardware=tiny.CPU) is None
 
 
 # ---- how much is trained ----
