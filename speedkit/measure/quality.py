@@ -117,6 +117,7 @@ def quality_of(workload: Workload, curves: Curves, *, test: Test = "paired", tai
     each with an error of `tail`. Where items are few, trainings are compared fold by fold, and the `likelihood` may
     decide where the mean score less its standard error is within the margin, too: the (geometric) mean probability of
     the right class, exp(-loss), in which a right answer counts by how sure it was. Two ways to pass share the error.
+    Scores of few items may not scatter at all: where none of N changes, up to -log(error) / N of all others still may.
     """
     margin = margin_of(workload, curves)
     scores = {name: [run["value"] for run in runs] for name, runs in curves.items()}
@@ -142,7 +143,9 @@ def quality_of(workload: Workload, curves: Curves, *, test: Test = "paired", tai
     result = compare(lambda run: sign * run["value"])
     row |= {"mean_change": result.mean_change, "lower": result.lower}
     passed = result.passed
+    least = -math.log(tail) / margin  # items to test on
     if folds:
+        passed = passed and len(workload.test) * count >= least
         likelihood = compare(lambda run: math.exp(-run["loss"]))
         row["likelihood"] = {"mean_change": likelihood.mean_change, "lower": likelihood.lower}
         plausible = result.mean_change - result.error >= -margin and not result.worse
@@ -155,7 +158,8 @@ def quality_of(workload: Workload, curves: Curves, *, test: Test = "paired", tai
     needed = max(count + 1, math.ceil(count * (1.96 * result.error / margin) ** 2))
     row |= {"decision": "not decided", "seeds_needed": needed}
     if folds:
-        row |= {"test_items": len(workload.test), "items_needed": len(workload.test) * needed}
+        items = max(len(workload.test) * needed, math.ceil(least))
+        row |= {"test_items": len(workload.test), "items_needed": items}
     return row
 
 

@@ -87,6 +87,9 @@ def test_few_test_items_are_judged_in_folds_and_by_the_probability_of_the_right_
     assert shown["decision"] == "as good" and shown["lower"] < -work.margin < shown["likelihood"]["lower"]
     undecided = quality_of(work, curves(scores, flipped, losses=[0.05, 0.10, 0.15]))
     assert undecided["decision"] == "not decided" and undecided["items_needed"] > 60
+    # Scores of so few items are often the same number in each training: that shows nothing by itself.
+    none_right = quality_of(tiny.points(train=2, test=1), curves([0.0] * 3, [0.0] * 3, losses=[0.1, 0.3, 0.1]))
+    assert none_right["decision"] == "not decided" and none_right["items_needed"] > 100
     # A likelihood that is the same does not make up for a score that may well be worse.
     for scores_of_worse in ([0.80, 0.90, 0.78], [0.85, 0.90, 0.82]):
         assert quality_of(work, curves(scores, scores_of_worse))["decision"] == "not decided"
