@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from speedkit import display
+from speedkit.busy import others, threads_beside
 from speedkit.config import to_yaml
 from speedkit.errors import stop_in_words
 from speedkit.fallbacks import resolve
@@ -20,7 +21,7 @@ from speedkit.files import (
     write_text,
 )
 from speedkit.lab.record import NotebookRun
-from speedkit.machine import this_machine
+from speedkit.machine import Hardware, this_machine
 from speedkit.measure.candidates import horizon_of
 from speedkit.measure.checked_file import read_or_none, set_aside
 from speedkit.measure.optimizations import Optimization, named
@@ -33,6 +34,8 @@ from speedkit.recipe import Recipe
 from speedkit.train.progress import wanted
 from speedkit.workload import Workload
 
+BUDGET_S = 240.0  # of a tuning on a machine of its own
+
 
 @stop_in_words()
 def tune(
@@ -43,7 +46,7 @@ def tune(
     out: str | Path | None = None,
     resume: bool = False,
     cache_dir: str | Path | None = None,
-    budget_s: float = 240.0,
+    budget_s: float | None = None,
     horizon: int | None = None,
     optimizations: Sequence[str] | None = None,
     pairs: int = LOOKS[-1],
@@ -58,10 +61,11 @@ def tune(
     in fresh turns, and both ends are trained to compare quality. The model is made anew for each plan: what its
     function prints is not shown.
 
-    `budget_s` is for all of it, `reserved_s` of it for what the caller does before and after; trainings take up to a
-    quarter more where the rest has used it up. `horizon` is the steps of the training that the plan is for, by which
-    compiling has to pay: by default the recipe's, or on a GPU 20,000 if these are more. `pairs` is the most that a
-    comparison has, `seeds` the trainings of each plan, more where these do not decide, `optimizations` those to try.
+    `budget_s` is for all of it (`usual_budget_s` where nobody says), `reserved_s` of it for what the caller does before
+    and after; trainings take up to a quarter more where the rest has used it up. `horizon` is the steps of the training
+    that the plan is for, by which compiling has to pay: by default the recipe's, or on a GPU 20,000 if these are more.
+    `pairs` is the most that a comparison has, `seeds` the trainings of each plan, more where these do not decide,
+    `optimizations` those to try.
     `out` gets record.json and plan.yaml, and tune.json, from which `resume` goes on. Raises UsageError for a budget
     too short for one optimization.
     """
@@ -78,7 +82,7 @@ def tune(
             workload=workload,
             recipe=recipe,
             hardware=hardware,
-            budget_s=budget_s,
+            budget_s=budget_s or usual_budget_s(hardware, others()),
             horizon=horizon or horizon_of(recipe, len(workload.train), hardware),
             pairs=pairs,
             seeds=seeds,
@@ -93,6 +97,14 @@ def tune(
         if folder is not None:
             leave(job, record, folder)
     return TuningRecord(record)
+
+
+def usual_budget_s(hardware: Hardware, used: Mapping[str, float]) -> float:
+    """Return the seconds of a tuning where nobody says: up to twice BUDGET_S beside programs on `used` cores."""
+    if hardware.device.type != "cpu":
+        return BUDGET_S
+    left = threads_beside(sum(used.values()), hardware.threads)
+    return BUDGET_S * min(2.0, hardware.threads / left)
 
 
 class TuningRecord(dict[str, Any]):

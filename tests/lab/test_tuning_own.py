@@ -11,6 +11,8 @@ from speedkit import Plan, Recipe, compare, from_loader, tune
 from speedkit.errors import UsageError
 from speedkit.lab.records import validate_record
 from speedkit.lab.report import in_short
+from speedkit.lab.tuning import usual_budget_s
+from speedkit.machine import Hardware
 from speedkit.measure.quality import curve, quality_of
 
 INPUTS = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
@@ -48,6 +50,13 @@ def test_a_loader_is_tuned_without_what_is_for_items_and_without_what_the_model_
 def test_what_is_made_of_a_tuning_s_record_is_part_of_its_budget():
     with pytest.raises(UsageError, match="a budget of 60 s is too short"):
         tune(mine(), device="cpu", budget_s=60, reserved_s=60, optimizations=["workers"], pairs=4, progress=False)
+
+
+def test_a_tuning_takes_longer_where_others_use_the_cores():
+    two, gpu = Hardware(threads=2), Hardware(threads=2, device=torch.device("cuda"))
+    assert [usual_budget_s(two, {"encoder": used}) for used in (0.0, 0.2, 1.0)] == [240.0, 240.0, 480.0]
+    assert usual_budget_s(gpu, {"encoder": 1.0}) == 240.0
+    assert usual_budget_s(Hardware(threads=64), {"encoder": 60.0}) == 480.0
 
 
 def test_plans_are_compared_by_their_names():
