@@ -23,20 +23,19 @@ def as_hyphens(word: str) -> str:
 
 
 @click.group(
+    commands=[hardware, train, profile, tune, compare, dry_run, cache, run, lab, publish],
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 110,
         "show_default": True,
         "token_normalize_func": as_hyphens,
-    }
+    },
 )
 @click.version_option(__version__)
 def commands() -> None:
     """Make PyTorch training as fast as this machine allows, with proof."""
 
 
-for command in (hardware, train, profile, tune, compare, dry_run, cache, run, lab, publish):
-    commands.add_command(command)
 # Known before and after every command; `run_command` looks for it where a run fails. publish hands it on.
 for command in (commands, *commands.commands.values()):
     if command is not publish:

@@ -16,7 +16,9 @@ from speedkit.cli.options import (
     JSON,
     PLAN,
     RUN,
+    SCRIPT_ARGUMENTS,
     WORKLOAD,
+    WORKLOAD_OR_SCRIPT,
     RunCommand,
     Values,
     WorkloadOrScript,
@@ -34,6 +36,7 @@ from speedkit.files import claim_folder, write_json, write_text
 from speedkit.machine import this_machine
 from speedkit.plan import Plan, as_plan
 
+WORKLOAD_IF_ANY = click.Argument(["workload"], metavar="WORKLOAD | SCRIPT", default="")
 OWN_GPU = {
     "sm": "10 times its compute capability",
     "memory": "GB",
@@ -62,9 +65,7 @@ def hardware(as_json: bool, device: str) -> None:
         click.echo(yaml.safe_dump(facts, sort_keys=False, width=1000))
 
 
-@click.command(cls=WorkloadOrScript, params=[PLAN, *RUN, *field_options(Plan)])
-@click.argument("workload", metavar="WORKLOAD | SCRIPT", default="")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
+@click.command(cls=WorkloadOrScript, params=[WORKLOAD_IF_ANY, SCRIPT_ARGUMENTS, PLAN, *RUN, *field_options(Plan)])
 @click.option("--trace", metavar="FILE", help="keep the profiler's trace, for ui.perfetto.dev")
 @click.option("--read-trace", metavar="FILE", help="profile nothing: read what torch.profiler wrote, anywhere")
 @click.option("--against", type=click.Path(path_type=Path), help="an older breakdown.json, to see what has changed")
@@ -143,9 +144,7 @@ def compare(plan_a: str, plan_b: str, workload: str, **values: Any) -> int:
     return 1 if comparison.faster else 0
 
 
-@click.command("dry-run", cls=WorkloadOrScript, params=[JSON, *RUN, *OWN_GPU_OPTIONS])
-@click.argument("workload", metavar="WORKLOAD | SCRIPT")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
+@click.command("dry-run", cls=WorkloadOrScript, params=[*WORKLOAD_OR_SCRIPT, JSON, *RUN, *OWN_GPU_OPTIONS])
 @click.option("--gpu", "gpus", type=names_in, default="H100", metavar="T4,RTX4090,H100", help="GPUs, by short names")
 @click.option("--plan", default="fast", metavar="FILE | CAREFUL | FAST", help="beside the baseline")
 def dry_run(workload: str, arguments: tuple[str, ...], gpus: list[str], **values: Any) -> None:

@@ -63,6 +63,8 @@ def field_options(cls: type) -> list[click.Parameter]:
 
 ABSOLUTE = click.Path(resolve_path=True)  # for tune.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
+SCRIPT_ARGUMENTS = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="")
+WORKLOAD_OR_SCRIPT = (click.Argument(["workload"], metavar="WORKLOAD | SCRIPT"), SCRIPT_ARGUMENTS)
 DEVICE = click.Option(
     ["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto is the first GPU of CUDA_VISIBLE_DEVICES"
 )
@@ -132,11 +134,17 @@ def typed(values: Values, *names: str) -> Values:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
+def recipe_fields(values: Values) -> Values:
+    """Return the fields of the recipe that were typed; one of `epochs` and `steps` replaces the other."""
+    fields = typed(values, *settings_of(Recipe))
+    if {"epochs", "steps"} & fields.keys():
+        return {"epochs": None, "steps": None} | fields
+    return fields
+
+
 def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
     """Return the workload with the data that was named, and its recipe with the fields that were typed."""
-    fields = typed(values, *settings_of(Recipe))
-    if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
-        fields = {"epochs": None, "steps": None} | fields
+    fields = recipe_fields(values)
     limit_s = from_mapping(Recipe, fields).max_duration_s  # an impossible recipe is refused before any data is made
     workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA_FIELDS))
     return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
@@ -167,5 +175,5 @@ def refuse_words_of_scripts(arguments: tuple[str, ...], *names: str) -> None:
 def typed_options() -> list[click.Parameter]:
     """Return the options and arguments of this command that were typed."""
     context = click.get_current_context()
-    sources = {option: context.get_parameter_source(option.name or "") for option in context.command.params}
-    return [option for option, source in sources.items() if source is ParameterSource.COMMANDLINE]
+    source = context.get_parameter_source
+    return [option for option in context.command.params if source(option.name or "") is ParameterSource.COMMANDLINE]

@@ -15,6 +15,7 @@ from speedkit.cli.options import (
     PLAN,
     RUN,
     WORKLOAD,
+    WORKLOAD_OR_SCRIPT,
     RunCommand,
     Values,
     WorkloadOrScript,
@@ -22,6 +23,7 @@ from speedkit.cli.options import (
     find_plan,
     find_workload,
     names_in,
+    recipe_fields,
     refuse_options_of_workloads,
     refuse_words_of_scripts,
     seconds,
@@ -63,9 +65,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
     return 0
 
 
-@click.command(cls=WorkloadOrScript, params=[*RUN])
-@click.argument("workload", metavar="WORKLOAD | SCRIPT")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
+@click.command(cls=WorkloadOrScript, params=[*WORKLOAD_OR_SCRIPT, *RUN])
 @click.option("--budget", "budget_s", type=seconds, default="4m", metavar="TIME", help="time for all of it")
 @click.option("--optimizations", type=names_in, metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
@@ -139,7 +139,5 @@ def tune_script(script: Path, arguments: tuple[str, ...], values: Values) -> Non
     from speedkit.lab.script import tune as tuning
 
     refuse_options_of_workloads(script, "budget_s", "steps", "keep")
-    steps = None
-    if values["steps"] is not None:
-        steps = from_mapping(Recipe, {"epochs": None, "steps": values["steps"]}).steps
+    steps = from_mapping(Recipe, recipe_fields(values)).steps
     tuning.tune_script(script, arguments, values["out"], budget_s=values["budget_s"], steps=steps, keep=values["keep"])
