@@ -103,12 +103,13 @@ def tuning():
 @pytest.fixture
 def speedkit(capsys, monkeypatch):
     """The command line in this process: words -> (exit code, what it printed, what it complained)."""
-    from speedkit import cli, ending
+    from speedkit import cli
+    from speedkit.data.batches import STOPS
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["speedkit", *map(str, words)])
         monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
-        before = {number: signal.getsignal(number) for number in ending.STOPS}
+        before = {number: signal.getsignal(number) for number in STOPS}
         try:
             with pytest.raises(SystemExit) as stopped:
                 cli.main()

@@ -23,7 +23,8 @@ from foreign import escaped, harmless_outputs
 from matplotlib import style
 
 from speedkit import files
-from speedkit.cli import main
+from speedkit.cli.ending import run_command
+from speedkit.cli.options import DEBUG, seconds
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab.figures import BASELINES, STYLE, device_name, headline, result_text, waterfall
 from speedkit.lab.notebooks import find_notebooks, run_notebook
@@ -32,7 +33,6 @@ from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
 from speedkit.machine import this_machine
 from speedkit.measure.words import duration, recipe_steps, training_s
-from speedkit.options import DEBUG, seconds
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # In the folder of the notebooks; peers.json is what benchmarks/peers.py leaves.
@@ -336,4 +336,4 @@ def command(names: tuple[str, ...], everything: bool, source: str | None, **valu
 
 
 if __name__ == "__main__":
-    main(command, "speedkit publish")
+    run_command(command, "speedkit publish")

@@ -20,9 +20,7 @@ PACKAGE = Path(speedkit.__file__).parent
 ROOT = PACKAGE.parent
 SHIPPED = PACKAGE / "notebooks_data"  # in an installed package; a checkout has notebooks/ beside the package
 # What decides a measured figure, with the code of its notebook: as git's path patterns, from the package's folder.
-COMMANDS = ("cli", "ending", "options", "upkeep", "__init__", "__main__")
-APART = tuple(f":(exclude){name}.py" for name in (*COMMANDS, "measure/words"))
-MEASURED = (":(glob)*.py", "data", "train", "measure", "lab/workloads", *APART)
+MEASURED = (":(glob)[!_]*.py", "data", "train", "measure", "lab/workloads", ":(exclude)measure/words.py")
 
 
 def git(*words: str, folder: Path | None = None) -> str:

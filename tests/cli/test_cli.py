@@ -17,7 +17,6 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.data import DataLoader, TensorDataset
 
 import speedkit as package
-from speedkit import cli
 from speedkit.lab.notebooks import find_notebooks
 from speedkit.machine import cache_root
 from speedkit.plan import Plan
@@ -118,7 +117,7 @@ def test_an_unexpected_failure_is_one_sentence_and_a_traceback_only_with_debug(s
     def broken(*_):
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr(cli, "this_machine", broken)
+    monkeypatch.setattr("speedkit.cli.measuring.this_machine", broken)
     code, _, complaint = speedkit("hardware")
     assert code == 1 and "RuntimeError: first line second line" in complaint and complaint.count("\n") == 1
     with pytest.raises(RuntimeError):

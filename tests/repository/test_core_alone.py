@@ -5,8 +5,7 @@ import shutil
 import pytest
 from processes import ROOT, python
 
-COMMANDS = ("cli.py", "ending.py", "options.py", "upkeep.py", "__main__.py")
-OTHERS = ("measure", "lab", "lessons", "dry", "notebooks_data", *COMMANDS, "__pycache__")
+OTHERS = ("measure", "lab", "lessons", "dry", "cli", "__main__.py", "notebooks_data", "__pycache__")
 PROGRAM = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,7 +36,7 @@ def copy(tmp_path_factory):
     """A folder with the core and its tests, and nothing else of the project."""
     folder = tmp_path_factory.mktemp("core")
     shutil.copytree(ROOT / "speedkit", folder / "speedkit", ignore=shutil.ignore_patterns(*OTHERS))
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns(*OTHERS, "cli", "repository"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns(*OTHERS, "repository"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 

@@ -25,7 +25,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the ground up: a module imports from its own folder and from those before it, never from one behind.
 LAYERS = ("core", "measure", "dry", "lab", "lessons", "cli")
-COMMANDS = ("speedkit.cli", "speedkit.ending", "speedkit.options", "speedkit.upkeep", "speedkit.__main__")
 # Types of what is built in one piece still run in circles here.
 CIRCLES = {"speedkit.data", "speedkit.train"}
 
@@ -146,9 +145,7 @@ def imports(path, known):
 
 def layer(module):
     """Return the folder that `module` belongs to."""
-    if module in COMMANDS:
-        return "cli"
-    folder = module.split(".")[1]
+    folder = module.split(".")[1].replace("__main__", "cli")
     return folder if folder in LAYERS else "core"
 
 

@@ -1,6 +1,7 @@
 """The commands beside training and measuring: `cache | run | lab | publish`."""
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,20 @@ from typing import Any
 
 import click
 
+from speedkit.cli.options import DATA, DEVICE, PLAN, Values, find_plan, find_workload, seconds
 from speedkit.errors import SpeedkitError, UsageError
 from speedkit.lab.provenance import ROOT
-from speedkit.options import DATA, DEVICE, PLAN, RunCommand, Values, find_plan, find_workload, part_of, seconds
 
 
-@click.command(cls=RunCommand, params=[PLAN, DEVICE, *DATA])
+def part_of(word: str) -> tuple[int, int]:
+    """Return the numbers in `3/16`."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", word)
+    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise UsageError(f"{word!r} is no part: write 3/16 for the third of sixteen")
+    return int(numbers[1]), int(numbers[2])
+
+
+@click.command(params=[PLAN, DEVICE, *DATA])
 @click.argument("action", type=click.Choice(["build", "info", "verify", "repair"]))
 @click.argument("folder", metavar="DIR")
 @click.option("--workload", default="audio", help="to build for: audio, or package.module:function")
@@ -47,7 +56,7 @@ def cache(action: str, folder: str, workload: str, **values: Any) -> int:
     return 1 if action == "verify" and damaged else 0
 
 
-@click.command(cls=RunCommand)
+@click.command()
 @click.argument("names", nargs=-1, required=True, metavar="NOTEBOOK...")
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter of the notebooks")
 @click.option("--sweep", "grid", multiple=True, metavar="NAME=A,B,C", help="run every combination of these")
@@ -81,7 +90,7 @@ def run(names: tuple[str, ...], out: str, cluster: str | None, **values: Any) ->
         raise SpeedkitError(f"{failures} combinations failed; the others are in {out}")
 
 
-@click.command(cls=RunCommand)
+@click.command()
 @click.argument("folder", default="lessons", metavar="[DIR]")
 @click.argument("arguments", nargs=-1, metavar="[-- JUPYTER'S ARGUMENTS]")
 def lab(folder: str, arguments: tuple[str, ...]) -> int:
@@ -96,7 +105,7 @@ def lab(folder: str, arguments: tuple[str, ...]) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-@click.command(cls=RunCommand, add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def publish(words: tuple[str, ...]) -> int:
     """Run notebooks here for the repository: executed notebooks and records, and the README's tables."""

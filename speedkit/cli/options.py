@@ -1,7 +1,6 @@
-"""The options of the commands, and what was typed: as objects, or in words where it was wrong."""
+"""The options of the commands, and what was typed, as objects."""
 
 import dataclasses
-import errno
 import os
 import re
 import time
@@ -10,19 +9,17 @@ from typing import Any
 
 import click
 import psutil
+from click.core import ParameterSource
 
 from speedkit.config import from_mapping, settings_of
 from speedkit.errors import SpeedkitError, TooManyBad, UsageError
 from speedkit.files import claim_folder, write_quarantine
 from speedkit.lab.workloads import load_workload
 from speedkit.machine import this_machine
-from speedkit.measure.extras import missing_extra
 from speedkit.plan import Plan, as_plan
 from speedkit.recipe import Recipe
-from speedkit.renamed import spelling_of_today
 from speedkit.workload import Workload
 
-ARGUMENT = re.compile(r"\b(out|resume|strict|cache_dir)=(?:True)?")  # as messages name what is an option here
 Values = dict[str, Any]  # what was typed, by option
 
 
@@ -32,14 +29,6 @@ def seconds(word: str) -> float:
     if not parts or not float(parts[1]):
         raise UsageError(f"{word!r} is no time: write seconds, or 90s, 9m, 1h")
     return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]
-
-
-def part_of(word: str) -> tuple[int, int]:
-    """Return the numbers in `3/16`."""
-    numbers = re.fullmatch(r"(\d+)/(\d+)", word)
-    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise UsageError(f"{word!r} is no part: write 3/16 for the third of sixteen")
-    return int(numbers[1]), int(numbers[2])
 
 
 def names_in(word: str) -> list[str]:
@@ -74,7 +63,8 @@ def field_options(cls: type) -> list[click.Parameter]:
 
 ABSOLUTE = click.Path(resolve_path=True)  # for tune.ipynb too, which runs in a folder of its own
 WORKLOAD = click.Argument(["workload"])
-SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
+SCRIPT_ARGUMENTS = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="")
+WORKLOAD_OR_SCRIPT = (click.Argument(["workload"], metavar="WORKLOAD | SCRIPT"), SCRIPT_ARGUMENTS)
 DEVICE = click.Option(
     ["--device"], default="auto", metavar="CUDA:1 | MPS | CPU", help="auto is the first GPU of CUDA_VISIBLE_DEVICES"
 )
@@ -100,16 +90,7 @@ DATA = (
         ["--clips"], type=click.IntRange(1, 10_000_000), help="how many files to generate where there is no data folder"
     ),
 )
-DATA_FIELDS = ("data_dir", "labels", "label_pattern", "test_pattern", "size", "width", "depth", "clips")
-OWN_GPU = [
-    click.Option([f"--{name}"], type=float, help=f"of a GPU of your own: {what}")
-    for name, what in {
-        "sm": "10 times its compute capability",
-        "memory": "GB",
-        "bandwidth": "GB/s of its memory",
-        "tflops": "of its products in 16 bits",
-    }.items()
-]
+DATA_FIELDS = [str(option.name) for option in DATA]
 RUN = (  # of all commands that train
     *DATA,
     OUT,
@@ -153,11 +134,17 @@ def typed(values: Values, *names: str) -> Values:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
+def recipe_fields(values: Values) -> Values:
+    """Return the fields of the recipe that were typed; one of `epochs` and `steps` replaces the other."""
+    fields = typed(values, *settings_of(Recipe))
+    if {"epochs", "steps"} & fields.keys():
+        return {"epochs": None, "steps": None} | fields
+    return fields
+
+
 def find_workload(name: str, values: Values) -> tuple[Workload, Recipe]:
     """Return the workload with the data that was named, and its recipe with the fields that were typed."""
-    fields = typed(values, *settings_of(Recipe))
-    if {"epochs", "steps"} & fields.keys():  # typing one of the two replaces the other
-        fields = {"epochs": None, "steps": None} | fields
+    fields = recipe_fields(values)
     limit_s = from_mapping(Recipe, fields).max_duration_s  # an impossible recipe is refused before any data is made
     workload = load_workload(name, max_duration_s=limit_s, **typed(values, *DATA_FIELDS))
     return workload, from_mapping(Recipe, dataclasses.asdict(workload.recipe) | fields)
@@ -169,28 +156,24 @@ def find_plan(word: str, values: Values) -> Plan:
     return from_mapping(Plan, dataclasses.asdict(plan) | typed(values, *settings_of(Plan)))
 
 
-def _as_option(argument: re.Match[str]) -> str:
-    return f"--{argument[1].replace('_', '-')}"
+def refuse_options_of_workloads(script: str | Path, *own: str) -> None:
+    """Raise UsageError where an option was typed that a script does not have: `own` are those that it has."""
+    for option in typed_options():
+        if option.expose_value and option.name not in ("workload", "arguments", "out", *own):
+            raise UsageError(f"{option.opts[0]} is for a workload, and {script} says what it trains: leave it out")
 
 
-def explained(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the one sentence of a failure."""
-    if isinstance(error, SpeedkitError):
-        return error.exit_code, ARGUMENT.sub(_as_option, str(error))
-    if isinstance(error, click.Abort | KeyboardInterrupt):
-        return 130, "stopped by SIGINT; what was complete is kept"
-    if isinstance(error, click.ClickException):
-        word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
-        hint = spelling_of_today(word, typed=True)
-        field = (settings_of(Plan) | settings_of(Recipe)).get(word.lstrip("-").replace("-", "_"))
-        if field is not None and isinstance(error, click.BadOptionUsage):  # its value is missing
-            hint = f": {' | '.join(field.takes)}"
-        if hint:
-            return error.exit_code, error.message.rstrip(".") + hint
-        return error.exit_code, error.format_message()
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return 1, f"the disk is full: {error}"
-    sentence = missing_extra(error)
-    if sentence:
-        return UsageError.exit_code, sentence
-    return 1, f"{type(error).__name__}: {error} (--debug shows where)"
+def refuse_words_of_scripts(arguments: tuple[str, ...], *names: str) -> None:
+    """Raise UsageError where arguments follow a workload, or an option was typed that only a script has."""
+    if arguments:
+        raise UsageError(f"{arguments[0]!r} is one argument too many: only a script, NAME.py, has arguments of its own")
+    for option in typed_options():
+        if option.name in names:
+            raise UsageError(f"{option.opts[0]} is for a script, NAME.py: leave it out")
+
+
+def typed_options() -> list[click.Parameter]:
+    """Return the options and arguments of this command that were typed."""
+    context = click.get_current_context()
+    source = context.get_parameter_source
+    return [option for option in context.command.params if source(option.name or "") is ParameterSource.COMMANDLINE]

@@ -1,9 +1,11 @@
-"""How a command ends: done, failed or stopped; in one sentence and an exit code."""
+"""How a command ends: done, failed or stopped; in an exit code and, where it failed, one sentence."""
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
+import re
 import signal
 import sys
 from typing import Any, NoReturn
@@ -11,10 +13,16 @@ from typing import Any, NoReturn
 import click
 import torch
 
+from speedkit.config import settings_of
 from speedkit.data.batches import STOPS
-from speedkit.errors import Interrupted
+from speedkit.errors import Interrupted, SpeedkitError, UsageError
 from speedkit.machine import cache_root
-from speedkit.options import explained
+from speedkit.measure.extras import missing_extra
+from speedkit.plan import Plan
+from speedkit.recipe import Recipe
+from speedkit.renamed import spelling_of_today
+
+ARGUMENT = re.compile(r"\b(out|resume|strict|cache_dir)=(?:True)?")  # as messages name what is an option here
 
 
 def run_command(command: click.Command, name: str) -> NoReturn:
@@ -82,3 +90,30 @@ def _leave(code: int) -> NoReturn:
             sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    return f"--{argument[1].replace('_', '-')}"
+
+
+def explained(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the one sentence of a failure."""
+    if isinstance(error, SpeedkitError):
+        return error.exit_code, ARGUMENT.sub(_as_option, str(error))
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return 130, "stopped by SIGINT; what was complete is kept"
+    if isinstance(error, click.ClickException):
+        word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
+        hint = spelling_of_today(word, typed=True)
+        field = (settings_of(Plan) | settings_of(Recipe)).get(word.lstrip("-").replace("-", "_"))
+        if field is not None and isinstance(error, click.BadOptionUsage):  # its value is missing
+            hint = f": {' | '.join(field.takes)}"
+        if hint:
+            return error.exit_code, error.message.rstrip(".") + hint
+        return error.exit_code, error.format_message()
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return 1, f"the disk is full: {error}"
+    sentence = missing_extra(error)
+    if sentence:
+        return UsageError.exit_code, sentence
+    return 1, f"{type(error).__name__}: {error} (--debug shows where)"
