@@ -9,6 +9,7 @@ from typing import Any
 import click
 import psutil
 
+from speedkit.busy import others
 from speedkit.cli.ending import explained, say
 from speedkit.cli.options import (
     DATA_FIELDS,
@@ -38,6 +39,7 @@ from speedkit.machine import this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 
+BUDGET_HELP = "time for all of it (4m; for a WORKLOAD up to 8m where others use the cores)"
 RENDERING_S = 26.0  # of a tuning's budget, for report and notebook; with what came before a quarter of it at most
 SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 
@@ -66,7 +68,7 @@ def train(workload: str, plan: str, **values: Any) -> int:
 
 
 @click.command(cls=WorkloadOrScript, params=[*WORKLOAD_OR_SCRIPT, *RUN])
-@click.option("--budget", "budget_s", type=seconds, default="4m", metavar="TIME", help="time for all of it")
+@click.option("--budget", "budget_s", type=seconds, metavar="TIME", help=BUDGET_HELP)
 @click.option("--optimizations", type=names_in, metavar="NAME,NAME", help="only these")
 @click.option("--seeds", type=click.IntRange(2), help="trainings of each plan, to test quality (3, more if in doubt)")
 @click.option(
@@ -92,16 +94,18 @@ def tune_workload(workload: str, values: Values) -> None:
     from speedkit.lab.frameworks import read_table
     from speedkit.lab.report import in_short, write_report
     from speedkit.lab.tuning import tune as find_fastest_plan
+    from speedkit.lab.tuning import usual_budget_s
 
     # What the report needs is there before the time is spent.
     read_table()
     source = notebook_of_tuning() if values["notebook"] else None
     work, recipe = find_workload(workload, values)
     folder = values["out"]
-    options = typed(values, "device", "cache_dir", "out", "resume", "budget_s", "optimizations", "seeds", "horizon")
+    options = typed(values, "device", "cache_dir", "out", "resume", "optimizations", "seeds", "horizon")
+    budget_s = values["budget_s"] or usual_budget_s(this_machine(values["device"]), others())
     taken_s = time.time() - psutil.Process().create_time()  # by imports and by the data
-    rest_s = min(taken_s + RENDERING_S, values["budget_s"] / 4)
-    record = find_fastest_plan(work, recipe=recipe, reserved_s=rest_s, **options)
+    rest_s = min(taken_s + RENDERING_S, budget_s / 4)
+    record = find_fastest_plan(work, recipe=recipe, budget_s=budget_s, reserved_s=rest_s, **options)
     trained = typed(values, *DATA_FIELDS, *settings_of(Recipe), "device", "cache_dir")
     write_report(record, folder / "report.html", command=sys.argv[1:], workload=workload, options=trained)
     written = "report.html, plan.yaml and record.json"
@@ -137,7 +141,9 @@ def notebook_of_tuning() -> Path | None:
 def tune_script(script: Path, arguments: tuple[str, ...], values: Values) -> None:
     """Tune a script. Raises UsageError for an option that only a workload has."""
     from speedkit.lab.script import tune as tuning
+    from speedkit.lab.tuning import BUDGET_S
 
     refuse_options_of_workloads(script, "budget_s", "steps", "keep")
     steps = from_mapping(Recipe, recipe_fields(values)).steps
-    tuning.tune_script(script, arguments, values["out"], budget_s=values["budget_s"], steps=steps, keep=values["keep"])
+    budget_s = values["budget_s"] or BUDGET_S
+    tuning.tune_script(script, arguments, values["out"], budget_s=budget_s, steps=steps, keep=values["keep"])
