@@ -70,15 +70,17 @@ def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     first = {row["net"]: row for row in reversed(rows)}
     changed = [row for row in rows if row is not first[row["net"]]]
     figure, axes = new_figure(0.7 * len(changed) + 1.5, [f"{row['net']}, {row['checkpointing']}" for row in changed])
-    bars = (("kept_bytes", 1e6, "MB kept", BLUE), ("peak_bytes", 1e6, "MB peak", GREY), ("step_s", 1e-3, "ms", ORANGE))
+    bars = (
+        (-0.27, "kept_bytes", 1e6, "MB kept", BLUE),
+        (0.0, "peak_bytes", 1e6, "MB peak", GREY),
+        (0.27, "step_s", 1e-3, "ms", ORANGE),
+    )
     for y, row in enumerate(changed):
-        plain, lines = first[row["net"]], []
-        for number, (key, unit, name, colour) in enumerate(bars):
-            label = "" if y else name
-            axes.barh(y + 0.27 * (number - 1), 100 * row[key] / plain[key], 0.25, color=colour, label=label)
-            lines.append(f"{row[key] / unit:.4g} of {plain[key] / unit:.4g} {name}")
+        plain = first[row["net"]]
+        for shift, key, unit, name, colour in bars:
+            axes.barh(y + shift, 100 * row[key] / plain[key], 0.25, color=colour, label="" if y else name)
+            write_beside(axes, y + shift, f"{row[key] / unit:.4g} of {plain[key] / unit:.4g} {name}")
         axes.plot([100 * row["low"], 100 * row["high"]], [y + 0.27] * 2, "|-", markersize=7, **ON_ALL)
-        write_beside(axes, y, "\n".join(lines))
     axes.set(xlabel="per cent of keeping all (line: 99 % interval of the time)")
     add_caption(figure, title, about="blocks: only a block's input is kept; selective: results of products, too")
     return figure
