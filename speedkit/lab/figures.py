@@ -61,7 +61,7 @@ class Picture(Figure):
 
 @style.context(STYLE)
 def waterfall(record: Row) -> Figure:
-    """Return what a tuning tried: a bar per optimization, from the time per step before it to the one after.
+    """Return what a tuning tried: a bar per optimization, from the end of the last that was kept, as long as its ratio.
 
     What was not tried is left out; what was rejected has its reason. The whisker is the 99 % interval, the pale bar
     what was predicted before. The last bar is the headline.
@@ -69,8 +69,7 @@ def waterfall(record: Row) -> Figure:
     step_s = record["step_s"]
     tried = {row["change"]: row for row in record["optimizations"] if row["ratio"]}  # as it was measured last
     side, speedup = headline(record)
-    before_s = step_s.get(side, step_s["final"])  # the careful plan may be the final one
-    final = {"optimization": "final plan", "change": f"against {BASELINES[side]}", "step_s_before": before_s, **speedup}
+    final = {"optimization": "final plan", "change": f"against {BASELINES[side]}", "kept": False, **speedup}
     rows = [*tried.values(), final]
     labels = ["plain PyTorch, Plan()"]
     for row in rows:
@@ -78,18 +77,21 @@ def waterfall(record: Row) -> Figure:
         labels.append(f"{row['optimization']}\n{change}")
 
     figure, axes = new_figure(0.5 * len(labels) + 1.5, labels)
-    baseline_ms = 1e3 * step_s["baseline"]
-    axes.plot(baseline_ms, 0, "d", color=INK, markersize=7)
-    write_beside(axes, 0, f"{baseline_ms:.3g} ms per step")
+    before_ms = 1e3 * step_s["baseline"]
+    axes.plot(before_ms, 0, "d", color=INK, markersize=7)
+    write_beside(axes, 0, f"{before_ms:.3g} ms per step")
     for y, row in enumerate(rows, 1):
         colour, lines = BLUE, [ratio_text(row)]
         if row is final:
             colour = GREEN
+            before_ms = 1e3 * step_s.get(side, step_s["final"])  # the careful plan may be the final one
         elif not row["kept"]:
             colour = GREY
             if row["why"] not in lines[0]:
                 lines += textwrap.wrap(row["why"], 40, max_lines=2, placeholder=" …")
-        draw_change(axes, y, row, colour=colour)
+        draw_change(axes, y, row, before_ms=before_ms, colour=colour)
+        if row["kept"]:
+            before_ms /= row["ratio"]
         write_beside(axes, y, "\n".join(lines))
     axes.set(xscale="log", xlabel="time per step, ms, log scale: left is faster")
     round_ticks(axes.xaxis)
@@ -162,7 +164,7 @@ def add_caption(figure: Figure, title: str, marks: Sequence[Artist] = (), *, abo
     figure.legend(handles=handles, loc="outside lower left", ncols=5, title=about, alignment="left")
 
 
-def write_beside(axes: Axes, y: int, text: str) -> None:
+def write_beside(axes: Axes, y: float, text: str) -> None:
     """Write `text` to the right of row `y`."""
     axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
 
@@ -178,9 +180,8 @@ def round_ticks(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def draw_change(axes: Axes, y: int, row: Row, *, colour: str) -> None:
-    """Draw a row's step from before it by its ratio, with its interval, and with a prediction where it has one."""
-    before_ms = 1e3 * row["step_s_before"]
+def draw_change(axes: Axes, y: int, row: Row, *, before_ms: float, colour: str) -> None:
+    """Draw a step of `before_ms` changed by a row's ratio, with its interval, and a prediction where it has one."""
     axes.barh(y, before_ms / row["ratio"] - before_ms, 0.5, left=before_ms, color=colour)
     axes.plot([before_ms / row["high"], before_ms / row["low"]], [y, y], "|-", markersize=7, **ON_ALL)
     if row.get("predicted_low"):

@@ -19,7 +19,6 @@ from PIL import Image
 from speedkit.errors import UsageError
 from speedkit.lab.figures import (
     BLUE,
-    GREEN,
     GREY,
     INK,
     ON_ALL,
@@ -110,11 +109,11 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 
 
 @style.context(STYLE)
-def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: str, best: str | None = None) -> Figure:
+def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: str) -> Figure:
     """Return a bar of samples per second for each comparison with one baseline, and for the baseline itself.
 
     `samples` are those of a step. Bars after the first are the baseline's rate times the ratio, with its 99 % interval:
-    what was compared is the ratio. `best` is drawn in green.
+    what was compared is the ratio.
     """
     first = comparisons[0]
     baseline = samples / first.step_s[0]
@@ -123,7 +122,7 @@ def rates(comparisons: Sequence[Comparison], samples: int, *, unit: str, title: 
     axes.barh(0, baseline, 0.6, color=GREY)
     write_beside(axes, 0, f"{baseline:,.0f} {unit}/s" if baseline >= 100 else f"{baseline:.3g} {unit}/s")
     for y, row in enumerate(comparisons, 1):
-        axes.barh(y, baseline * row.ratio, 0.6, color=GREEN if row.b == best else BLUE)
+        axes.barh(y, baseline * row.ratio, 0.6, color=BLUE)
         axes.plot([baseline * row.low, baseline * row.high], [y, y], "|-", markersize=7, **ON_ALL)
         write_beside(axes, y, ratio_text(vars(row)))
     axes.set(xlim=(0, None), xlabel=f"{unit} per second of training: longer is faster (line: 99 % interval)")

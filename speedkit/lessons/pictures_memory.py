@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ON_ALL, ORANGE, STYLE, new_figure, write_beside
+from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ON_ALL, ORANGE, STYLE, add_caption, new_figure, write_beside
 
 
 @style.context(STYLE)
@@ -67,15 +67,20 @@ def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 
     `low` and `high` of a row are the interval of its time, as shares of the first row's.
     """
-    names = [f"{row['net']}, {row['checkpointing']}" for row in rows]
-    figure, axes = new_figure(0.55 * len(rows) + 1.3, names, title=title)
-    first: dict[str, Mapping[str, Any]] = {}
-    for y, row in enumerate(rows):
-        plain = first.setdefault(row["net"], row)
-        for shift, key, colour in ((-0.27, "kept_bytes", BLUE), (0.0, "peak_bytes", GREY), (0.27, "step_s", ORANGE)):
-            axes.barh(y + shift, 100 * row[key] / plain[key], 0.25, color=colour)
+    first = {row["net"]: row for row in reversed(rows)}
+    changed = [row for row in rows if row is not first[row["net"]]]
+    figure, axes = new_figure(0.7 * len(changed) + 1.5, [f"{row['net']}, {row['checkpointing']}" for row in changed])
+    bars = (
+        (-0.27, "kept_bytes", 1e6, "MB kept", BLUE),
+        (0.0, "peak_bytes", 1e6, "MB peak", GREY),
+        (0.27, "step_s", 1e-3, "ms", ORANGE),
+    )
+    for y, row in enumerate(changed):
+        plain = first[row["net"]]
+        for shift, key, unit, name, colour in bars:
+            axes.barh(y + shift, 100 * row[key] / plain[key], 0.25, color=colour, label="" if y else name)
+            write_beside(axes, y + shift, f"{row[key] / unit:.4g} of {plain[key] / unit:.4g} {name}")
         axes.plot([100 * row["low"], 100 * row["high"]], [y + 0.27] * 2, "|-", markersize=7, **ON_ALL)
-        kept_mb, peak_mb = row["kept_bytes"] / 1e6, row["peak_bytes"] / 1e6
-        write_beside(axes, y, f"{kept_mb:.3g} MB kept, {peak_mb:.3g} MB peak\n{1e3 * row['step_s']:.3g} ms")
-    axes.set(xlabel="per cent of keeping all (blue: memory kept; grey: peak; orange: time, with its 99 % interval)")
+    axes.set(xlabel="per cent of keeping all (line: 99 % interval of the time)")
+    add_caption(figure, title, about="blocks: only a block's input is kept; selective: results of products, too")
     return figure

@@ -88,7 +88,8 @@ before. What was not measured is in the table of *When it does not help*, with t
 2. The kept gains multiply to {product["ratio"]:.2f} ({product["low"]:.2f} to {product["high"]:.2f}). Measured \
 afresh, a step of the final plan is {whole["ratio"]:.2f} times as fast as in plain PyTorch ({whole["low"]:.2f} to \
 {whole["high"]:.2f}). By an interval for the ratio of the two: {fits}.
-3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} lost. \
+3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were not kept: \
+{sum(row["high"] < 1 for row in tried)} slower, the others without a gain that shows or pays. \
 {met} of {len(tried)} measured intervals meet the prediction made before; a wide one, a long pale bar in the figure, \
 is easily met.
 """
