@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import termios
@@ -48,10 +49,17 @@ def test_what_on_log_raises_ends_the_run_and_going_on_doubles_no_step(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [*enumerate(whole.loss, 1)]
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The folder and the history of a run that came to its end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, trained(points(), out=folder, **EVERY_STEP)
+
+
 @pytest.mark.parametrize("damaged", [b'{"step\xff": 2}', b'{"step": 2', b"[2]", b'{"stop": 2}', b'{"step": [2]}', b"2"])
-def test_a_damaged_line_is_left_out_and_told_of(tmp_path, capsys, damaged):
-    whole = trained(points(), out=tmp_path, **EVERY_STEP)
-    path = tmp_path / "history.jsonl"
+def test_a_damaged_line_is_left_out_and_told_of(whole_run, tmp_path, capsys, damaged):
+    folder, whole = whole_run
+    path = shutil.copytree(folder, tmp_path, dirs_exist_ok=True) / "history.jsonl"
     before = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([before[0], damaged + b"\n", *before[2:]]))
     trained(points(), out=tmp_path, resume=True, progress=True, **EVERY_STEP)

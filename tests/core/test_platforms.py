@@ -60,7 +60,10 @@ assert this_machine("cpu").ram_bytes
 """
 
 
-@pytest.mark.parametrize("system", [WINDOWS, MAC], ids=["win32", "darwin"])
+SPAWNING = pytest.param(MAC, marks=pytest.mark.slow, id="darwin")  # each worker imports torch
+
+
+@pytest.mark.parametrize("system", [pytest.param(WINDOWS, id="win32"), SPAWNING])
 def test_it_trains_without_what_other_systems_lack(system, tmp_path):
     ended = python("-c", COMMON + system + TRAIN, SPEEDKIT_CACHE_DIR=str(tmp_path))
     assert ended.returncode == 0, ended.stderr

@@ -14,17 +14,23 @@ from speedkit.plan import Plan
 from speedkit.train import compile
 
 
+@pytest.fixture(scope="module", autouse=True)
+def used_before():
+    """What the first use of torch's parts sets is torch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "BACKEND", "aot_eager")  # which generates no code
+        for plan in (Plan(), Plan(compile="default")):
+            trained(points(train=32, test=8), plan=plan)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def set_by_the_user(monkeypatch):
+def set_by_the_user():
     """Switches that are not at their defaults, and random numbers in the middle of their course."""
-    monkeypatch.setattr(compile, "BACKEND", "aot_eager")  # which generates no code
-    torch.manual_seed(7)
-    torch.rand(3)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    for plan in (Plan(), Plan(compile="default")):  # what the first use of torch's parts sets is torch's
-        trained(points(train=32, test=8), plan=plan)
     torch.manual_seed(8)
+    torch.rand(3)
     with torch._dynamo.config.patch(recompile_limit=9):
         yield
     torch.backends.cudnn.benchmark = False

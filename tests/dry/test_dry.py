@@ -169,6 +169,7 @@ def check_large(name, gpu, plans):
         assert (row["seconds"] or 0) == pytest.approx(then["seconds"] or 0, rel=0.01), plan  # none: bound by launches
 
 
+@pytest.mark.slow
 def test_what_lessons_show_of_a_step_is_what_is_counted_and_predicted():
     check_large("image", "sm_75", {"channels_last": LARGE["image"]["channels_last"]})
 
@@ -198,6 +199,7 @@ def test_what_reads_a_number_back_in_each_step_is_counted_as_a_wait():
     assert row["waits"] == 1
 
 
+@pytest.mark.slow
 def test_what_a_loop_reads_every_fifty_steps_is_found_by_a_profile_at_its_line():
     audited, syncs = run("course:seen_of_a_loop", COUNTED_ON["sm_90"], read_every=50)
     assert 50 <= audited <= 100 and syncs == [("loss.item()", audited // 50)]
@@ -212,6 +214,7 @@ def test_each_switch_of_a_script_is_switched_on_a_gpu_and_leaves_all_as_it_was()
     assert "left" not in attention
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_training_goes_on():
     small = COUNTED_ON["sm_75"]._replace(mib=580)  # of which CUDA itself takes 550
     row = run("course:courses", small, name="text", plans={"baseline": {}})["baseline"]
@@ -272,6 +275,7 @@ def test_without_a_compiler_or_cuda_code_it_is_one_sentence(tmp_path, monkeypatc
         build.build()
 
 
+@pytest.mark.slow
 def test_what_the_stand_in_does_not_know_is_named(tmp_path):
     code = tmp_path / "model.c"
     code.write_text(

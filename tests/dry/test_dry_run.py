@@ -101,6 +101,7 @@ def test_memory_by_kind_is_that_of_the_weights_and_a_smaller_gpu_takes_smaller_b
     assert sum(row["flops"].values()) == 2 * 64 * (2 * 1024 * HIDDEN + 3 * HIDDEN * 10)  # none for the inputs
 
 
+@pytest.mark.slow
 def test_longer_samples_fit_in_smaller_batches_and_as_many_workers_load_as_a_step_takes(monkeypatch):
     monkeypatch.setattr("speedkit.measure.bottlenecks.timed", lambda items, _device, count: items() and [160.0] * count)
     row = dry_run(recordings(), "baseline", GPUS["T4"]._replace(mib=2048))
@@ -118,6 +119,7 @@ def test_of_a_model_with_a_sample_batch_the_largest_batch_that_fits_is_found():
     assert found["micro_batch"] == 4 < found["largest_micro_batch"] and found["memory"]["weights"] == 4 * 1025 * HIDDEN
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_one_sentence_and_other_gpus_are_tried():
     told = []
     tiny = GPUS["T4"]._replace(mib=600, name="a tiny GPU")

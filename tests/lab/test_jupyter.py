@@ -242,6 +242,7 @@ compare(work, Plan(), Plan(), device="cpu", pairs=10)
 breakdown_of(work, device="cpu");"""
 
 
+@pytest.mark.slow
 def test_a_comparison_and_a_breakdown_show_where_they_are_where_somebody_sits_before_the_cell():
     shown = {}
     with run_kernel(kernel_name="python3") as client:

@@ -68,7 +68,10 @@ def by_papermill(path, *words):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-@pytest.mark.parametrize("typo", TYPOS)
+LONG_WAY = [pytest.param(typo, marks=pytest.mark.slow) for typo in ("guide's name", "text of a number")]
+
+
+@pytest.mark.parametrize("typo", ["name", "text", *LONG_WAY])
 def test_a_typo_through_papermill_is_an_error_in_the_first_cell(typo, tmp_path):
     words, why = TYPOS[typo]
     path = whole(tmp_path / "21_n.ipynb", body="raise ValueError('a later cell')")

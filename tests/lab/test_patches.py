@@ -218,6 +218,8 @@ class Run:
         finally:
             hook.remove()
         self.parts = names["parts"]
+        if hasattr(self.loader, "_iterator"):
+            self.loader._iterator = None  # collected with the script's classes, its workers would be waited for: 5 s
         self.made = getattr(names.get("Pictures"), "made", None)
 
     def note(self, module, inputs, output):
