@@ -233,7 +233,9 @@ class LoopProfile:
                 self.nothing_stands_out = not self.bottlenecks
             except Exception as error:  # of the loader's own items, say: the training is worth more
                 self.notes.append(f"the bottlenecks are not known: {type(error).__name__}: {error}")
-        self.bottlenecks[:0] = [row_of(found, self.mean_s()) for found in self.growth.bottlenecks(self.mean_s())]
+        mean_s = self.mean_s()
+        grown = [row_of(found, mean_s) for found in self.growth.bottlenecks(mean_s)]
+        self.bottlenecks = [*grown, *self.bottlenecks]
         if show:
             print(self)
 
