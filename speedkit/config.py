@@ -85,7 +85,9 @@ def _in_python(instance: Any) -> str:
 
 def _in_html(instance: Any) -> str:
     fields = settings_of(type(instance))
-    rows = [(name, value, fields[name].default, fields[name].help) for name, value in _changed(instance).items()]
+    rows = []
+    for name, value in _changed(instance).items():
+        rows.append((name, value, fields[name].default, fields[name].help))
     return table(repr(instance), ("field", "value", "default", "help"), rows)
 
 

@@ -238,7 +238,9 @@ def free_bytes(device: torch.device) -> int:
 def _cgroup_limits(name: str) -> list[str]:
     """Return what the file `name` holds in each of this process's control groups (version 2, man 7 cgroups)."""
     own = Path("/proc/self/cgroup")
-    group = Path(own.read_text().rpartition("::")[2].strip().lstrip("/") if own.exists() else "")
+    group = Path()
+    if own.exists():
+        group = Path(own.read_text().rpartition("::")[2].strip().lstrip("/"))
     # A container may see its own group mounted as the root, so the root itself is among them.
     files = [CGROUPS / folder / name for folder in (group, *group.parents)]
     return [file.read_text().strip() for file in files if file.exists()]

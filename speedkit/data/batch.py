@@ -52,7 +52,8 @@ def own_batch(value: Any) -> OwnBatch:
         what = f"a batch ({type(value).__name__}) holds no tensor [B, ...]"
         raise UsageError(f"{what}: the loader has to give tensors, in tuples, lists or dicts")
     countable = all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves)
-    return OwnBatch(value, counting[0], countable and len({tensor.shape[:1] for tensor in tensors}) == 1)
+    counts = {tensor.shape[:1] for tensor in tensors}
+    return OwnBatch(value, counting[0], splits=countable and len(counts) == 1)
 
 
 def take_apart(mapping: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:

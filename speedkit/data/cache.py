@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from xxhash import xxh3_64_intdigest
 
-from speedkit.data.cache_files import fingerprint
+from speedkit.data.cache_files import VALUES, fingerprint, mapped, read_index
 from speedkit.data.cache_in_memory import CacheInMemory, rows_on_device
 from speedkit.data.cache_on_disk import FeatureCache
 from speedkit.errors import SpeedkitError
@@ -81,12 +83,33 @@ def build_cache(
         with building(folder):
             cache = FeatureCache(workload, items, plan, folder=folder)
             for part in sorted(root.glob(f"{PARTS}/*/{folder.name}")):
-                cache.take_over(part)
+                take_over(cache, part)
             cache.build(workers, progress)
     except OSError as error:
         problem = f"the feature cache in {folder} cannot be built ({error})"
         raise SpeedkitError(f"{problem}: make room or name another folder by cache_dir=, and start again") from error
     return cache
+
+
+def take_over(cache: FeatureCache, part: Path) -> None:
+    """Copy entries that are missing in `cache`, and whole in another one of some of the items, at `part`."""
+    found = read_index(part)
+    if found is None or not found[1]["checksum"].any():
+        return
+    rows = found[1]
+    ends = np.cumsum(rows["size"]).tolist()
+    values = mapped(part / VALUES, np.dtype(np.uint8), ends[-1])
+    places = dict(zip(cache.key.tolist(), range(len(cache.key)), strict=True))
+    missing = cache.committed() == 0
+    for (key, size, _, checksum), end in zip(rows.tolist(), ends, strict=True):
+        index = places.get(key)
+        if index is None or not missing[index] or not checksum:
+            continue
+        there = values[end - size : end]
+        if xxh3_64_intdigest(there.data, key) == checksum:
+            entry = cache.entry(index)
+            entry[...] = there.view(cache.dtype).reshape(entry.shape)
+            cache.index["checksum"][cache.row[index]] = checksum
 
 
 @contextlib.contextmanager

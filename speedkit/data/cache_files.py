@@ -81,7 +81,8 @@ class ContentPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Return what to pickle in place of a tensor, function, class or module; NotImplemented for the rest."""
         if isinstance(value, Tensor):
-            parts = [str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().view(torch.uint8).numpy()]
+            content = value.detach().cpu().flatten().view(torch.uint8)
+            parts = [str(value.dtype), tuple(value.shape), content.numpy()]
         elif isinstance(value, type | types.ModuleType):
             methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
             parts = [value.__name__, source_of(value) or methods]  # a class of a notebook has no file

@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
 
 from speedkit.data.batch import stacked
-from speedkit.data.batches import BatchLoader, BatchMaker, item_name
+from speedkit.data.batches import BatchLoader, BatchMaker
+from speedkit.data.cache_entries import entry_maker
 from speedkit.data.cache_files import (
     ENTRY,
     HEADER,
@@ -30,7 +31,7 @@ from speedkit.data.cache_files import (
     read_index,
 )
 from speedkit.data.cache_in_memory import CacheInMemory, labelled
-from speedkit.errors import BadItem, SpeedkitError, TooManyBad
+from speedkit.errors import SpeedkitError
 from speedkit.plan import Plan
 from speedkit.workload import Batch, Workload
 
@@ -48,21 +49,13 @@ class FeatureCache:
         self.items = items
         self.folder = folder
         self.bad: dict[str, str] = {}
-
-        # How an entry is computed, and the number format in which it is kept.
-        self.load = workload.load_by(plan.decoder)
-        if plan.cache_of == "waveform":
-            self.features = None
-            self.dtype = np.dtype(workload.kept_as)
-        else:
-            self.features = workload.features
-            self.dtype = np.dtype(plan.cache_dtype)
-        self.torch_dtype = getattr(torch, self.dtype.name)
+        self.maker = entry_maker(workload, plan)
+        self.dtype = self.maker.dtype
 
         # Where each item's entry is: its row in the index, its first value in the file, and how long it is.
         found = read_index(folder)
         if found is None:
-            found = self._first_shape(), np.zeros(0, ENTRY)
+            found = self.maker.first_shape(items), np.zeros(0, ENTRY)
             new_index(folder, found[0])
         self.shape, rows = found
         self.varies = workload.length is not None
@@ -90,7 +83,10 @@ class FeatureCache:
     # Loader processes map the files themselves.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("index", "values")}
+        state = dict(vars(self))
+        del state["index"]
+        del state["values"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -101,16 +97,6 @@ class FeatureCache:
         values = int(self.index["size"].sum()) // self.dtype.itemsize
         self.values = mapped(self.folder / VALUES, self.dtype, values)
 
-    def _first_shape(self) -> tuple[int, ...]:
-        """Return the shape of the first entry that can be computed."""
-        bad = {}
-        for item in self.items:
-            try:
-                return self._compute(item).shape
-            except BadItem as error:
-                bad[error.path] = error.why
-        raise TooManyBad(bad, len(self.items))
-
     def check_size(self) -> None:
         """Raise SpeedkitError where a file was cut after it was mapped: reading it there would be a SIGBUS."""
         for array in (self.index, self.values):
@@ -118,29 +104,10 @@ class FeatureCache:
             if file._mmap.size() < file.offset + file.nbytes:
                 raise SpeedkitError(f"a file of the cache in {self.folder} was cut: start again, and it is made whole")
 
-    def take_over(self, part: Path) -> None:
-        """Copy entries that are missing here, and whole there, from another cache of some of the items."""
-        found = read_index(part)
-        if found is None or not found[1]["checksum"].any():
-            return
-        rows = found[1]
-        ends = np.cumsum(rows["size"]).tolist()
-        values = mapped(part / VALUES, np.dtype(np.uint8), ends[-1])
-        places = {key: index for index, key in enumerate(self.key.tolist())}
-        missing = self._committed() == 0
-        for row in np.flatnonzero(rows["checksum"]).tolist():
-            key, size, _, checksum = rows[row].tolist()
-            index = places.get(key)
-            there = values[ends[row] - size : ends[row]]
-            if index is not None and missing[index] and xxh3_64_intdigest(there.data, key) == checksum:
-                entry = self._entry(index)
-                entry[...] = there.view(self.dtype).reshape(entry.shape)
-                self.index["checksum"][self.row[index]] = checksum
-
     def build(self, workers: int, progress: bool) -> None:
         """Compute the entries that are missing."""
         began_s = time.perf_counter()
-        missing = np.flatnonzero(self._committed() == 0).tolist()
+        missing = np.flatnonzero(self.committed() == 0).tolist()
         parts = [missing[begin : begin + 16] for begin in range(0, len(missing), 16)]
         plan = Plan(workers=max(0, min(workers, len(parts) - 1)))  # to start them for a few would take longer
         maker = BatchMaker(self.items, self.write, tuple)
@@ -149,35 +116,23 @@ class FeatureCache:
         for _, bad in tqdm(loader, "caching, 16 clips at a time", len(parts), disable=hidden):
             self.bad |= bad
         self.build_s = time.perf_counter() - began_s
-        self.usable = self._committed() != 0
+        self.usable = self.committed() != 0
         self.built = int(self.usable[missing].sum())
         size = f"{self.values.nbytes / 1e6:.3g} MB"
         self.why = f"cache=disk: {size}, {self.built} entries computed in {self.build_s:.2g} s"
 
-    def _committed(self) -> np.ndarray:
+    def committed(self) -> np.ndarray:
         """Return the checksum of each item's entry [N], 0 where it is not computed."""
         return self.index["checksum"][self.row]
 
     def write(self, index: int) -> None:
         """Compute and commit an entry. Raises BadItem."""
-        values = self._compute(self.items[index])
-        entry = self._entry(index)
+        values = self.maker(self.items[index])
+        entry = self.entry(index)
         entry[...] = values.reshape(entry.shape)  # raises ValueError for another shape: no value is repeated to fit
         self.index["checksum"][self.row[index]] = xxh3_64_intdigest(values.data, int(self.key[index]))
 
-    def _compute(self, item: Any) -> np.ndarray:
-        """Return the values of an item in the number format of the cache. Raises BadItem."""
-        exact = self.load(item)
-        if self.features is not None:
-            exact = self.features(exact)
-        if self.dtype == np.int16:
-            exact = (exact * 32768).round().clamp(-32768, 32767)
-        values = exact.to(self.torch_dtype)
-        if not (exact.isfinite().all() and values.isfinite().all()):
-            raise BadItem(item_name(item), f"its features hold NaN, infinity or numbers beyond {self.dtype}")
-        return values.contiguous().numpy(force=True)
-
-    def _entry(self, index: int) -> np.ndarray:
+    def entry(self, index: int) -> np.ndarray:
         """Return an entry as it is mapped."""
         shape = (*self.shape[:-1], self.lengths[index])
         return self.values[self.begin[index] :][: math.prod(shape)].reshape(shape)
@@ -193,19 +148,20 @@ class FeatureCache:
     def _read(self, indices: np.ndarray, page_locked: bool = False) -> Tensor:
         """Return a copy [B, ...] of the entries at `indices` [B], padded with zeros."""
         rows = self.row[indices]
-        entries: Sequence[np.ndarray] | np.ndarray
+        entries: list[np.ndarray] | np.ndarray
         if self.varies:
             longest = int(self.lengths[indices].max(initial=0))
             shape = (len(indices), *self.shape[:-1], longest)
-            batch = torch.zeros(shape, dtype=self.torch_dtype, pin_memory=page_locked)
-            entries = [self._entry(index) for index in indices.tolist()]
-            for copy, entry in zip(batch.numpy(), entries, strict=True):
+            batch = torch.zeros(shape, dtype=self.maker.torch_dtype, pin_memory=page_locked)
+            entries = []
+            for copy, index in zip(batch.numpy(), indices.tolist(), strict=True):
+                entry = self.entry(index)
                 copy[..., : entry.shape[-1]] = entry
+                entries.append(entry)
         elif page_locked:
-            batch = torch.empty((len(indices), *self.shape), dtype=self.torch_dtype, pin_memory=True)
-            entries = self.values.reshape(-1, *self.shape).take(
-                rows, axis=0, out=batch.numpy(), mode="clip"
-            )  # "raise" would copy twice
+            batch = torch.empty((len(indices), *self.shape), dtype=self.maker.torch_dtype, pin_memory=True)
+            whole = self.values.reshape(-1, *self.shape)
+            entries = whole.take(rows, axis=0, out=batch.numpy(), mode="clip")  # "raise" would copy twice
         else:
             entries = self.values.reshape(-1, *self.shape)[rows]  # faster than `take` into an array made before
             batch = torch.from_numpy(entries)
@@ -219,15 +175,17 @@ class FeatureCache:
         This is done right after copying, while the processor's cache has them: there hashing costs least.
         """
         keys = self.key[indices].tolist()
-        checksums = [xxh3_64_intdigest(entry.data, key) for entry, key in zip(entries, keys, strict=True)]
-        written = self._committed()[indices]
-        damaged = np.unique(indices[np.array(checksums, np.uint64) != written])
-        if not len(damaged):
+        written = self.committed()[indices].tolist()
+        damaged = set()
+        for index, entry, key, checksum in zip(indices.tolist(), entries, keys, written, strict=True):
+            if xxh3_64_intdigest(entry.data, key) != checksum:
+                damaged.add(index)
+        if not damaged:
             self.trusted[indices] = True
             return True
         warnings.warn(f"an entry in {self.folder} is not as it was written: it is computed again", stacklevel=4)
-        self.index["checksum"][self.row[damaged]] = 0
-        for index in damaged.tolist():
+        for index in damaged:
+            self.index["checksum"][self.row[index]] = 0
             self.write(index)
         return False
 
@@ -238,7 +196,7 @@ class FeatureCache:
 
     def loaded(self, place: str, device: torch.device) -> CacheInMemory:
         """Return the cache with all entries in the memory of `device`, which the plan calls `place`."""
-        entries = torch.zeros(self.padded_shape, dtype=self.torch_dtype, device=device)
+        entries = torch.zeros(self.padded_shape, dtype=self.maker.torch_dtype, device=device)
         for part in np.array_split(np.flatnonzero(self.usable), 1 + len(self.items) // 256):
             batch = self._read(part)
             entries[torch.from_numpy(part).to(device), ..., : batch.shape[-1]] = batch.to(device)

@@ -43,15 +43,18 @@ def make_sample(
 
 def collate(samples: Sequence[tuple[Tensor, Any]], varies: bool = False) -> Batch:
     """Return the batch of samples (inputs, target), where lengths vary padded with zeros to the longest."""
-    inputs = [sample[0] for sample in samples]
-    labels = stacked([sample[1] for sample in samples])
+    inputs = []
+    targets = []
+    for loaded, target in samples:
+        inputs.append(loaded)
+        targets.append(target)
     lengths = None
     if varies:
         lengths = torch.tensor([row.shape[-1] for row in inputs])
         longest = int(lengths.max())
         inputs = [pad(row, (0, longest - row.shape[-1])) for row in inputs]
     # With a gradient's history a tensor could not leave a worker.
-    return Batch(torch.stack(inputs).detach(), labels, lengths)
+    return Batch(torch.stack(inputs).detach(), stacked(targets), lengths)
 
 
 def live_loader(
@@ -171,7 +174,8 @@ class BatchStream:
         sampler = dataclasses.replace(self.sampler, epoch=epoch, start=position - 1)
         if isinstance(self.loader, LoaderSource):
             loaded: Any = next(iter(LoaderSource(self.loader.items, sampler, self.plan)))
-            return self.to_device(loaded), [f"sample {index}" for index in range(len(loaded[0].inputs))]
+            numbers = range(len(loaded[0].inputs))
+            return self.to_device(loaded), [f"sample {number}" for number in numbers]
         indices = sampler.batches()[0]
         if self.cache is None:
             loaded = self.loader.maker[indices.tolist()]

@@ -44,8 +44,11 @@ class BatchSampler:
         self.padded = []
         if self.lengths is not None:
             longest = int(self.lengths.max())  # a model may have no place for more
-            rounded = [math.ceil(length / self.multiple) * self.multiple for length in padded_lengths(self.lengths)]
-            self.padded = sorted({min(length, longest) for length in rounded})
+            padded = set()
+            for length in padded_lengths(self.lengths):
+                rounded = math.ceil(length / self.multiple) * self.multiple
+                padded.add(min(rounded, longest))
+            self.padded = sorted(padded)
 
     def __len__(self) -> int:
         return steps_per_epoch(self.count, self.batch_size, self.drop_last)

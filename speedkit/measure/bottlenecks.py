@@ -3,21 +3,15 @@
 import dataclasses
 import math
 import os
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
 
-from speedkit.clock import timed
-from speedkit.data.own_loader import why_not_kept
 from speedkit.display import table
-from speedkit.machine import Hardware, this_machine
-from speedkit.measure.breakdown import Breakdown, StepFacts
+from speedkit.machine import Hardware
+from speedkit.measure.breakdown import Breakdown
 from speedkit.measure.peaks import matmul_rates
-from speedkit.measure.process import process_kept
 from speedkit.measure.timeline import BACKWARD, CHECKPOINT, COMPILATION, DATA, EVALUATION, FORWARD, OPTIMIZER, OTHER
 from speedkit.measure.trace import BANDWIDTH, COMMUNICATION, COMPUTE, COPY, LAUNCH, SYNC
 from speedkit.plan import Plan
@@ -47,36 +41,6 @@ class Bottleneck:
     evidence: str
     min_share: float = 0.0  # of a step: below it any healthy training has some
     saved: tuple[float, float] = (0.9, 1.0)  # shares of the seconds that the change saves, at least and at most
-
-
-def bottlenecks_of_loop(breakdown: Breakdown, loader: Any, device: torch.device) -> list[Row]:
-    """Return the bottlenecks of a user's own loop by its breakdown and its `loader`."""
-    with process_kept("cpu"):
-        breakdown.facts.why_not_kept = why_not_kept(loader)
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        data: Any = loader.dataset
-        size = 1  # an item is a batch, where the loader joins none
-        if loader.batch_sampler is not None:  # one of the user's own need not say how many it joins
-            size = getattr(loader.batch_sampler, "batch_size", None) or breakdown.facts.items_at_once or 1
-        count = min(size, len(data))
-        time_loading(breakdown.facts, data.__getitem__, loader.collate_fn, count=count)
-        breakdown.facts.items_s *= breakdown.facts.batches
-        breakdown.facts.collate_s *= breakdown.facts.batches
-    breakdown.facts.workers = getattr(loader, "num_workers", 0)
-    return rank(breakdown, this_machine(device))
-
-
-def time_loading(facts: StepFacts, make: Callable[[int], Any], join: Callable[[list], Any], *, count: int) -> None:
-    """Note what making and joining the first `count` items takes."""
-
-    def items() -> list[Any]:
-        return [make(index) for index in range(count)]
-
-    with process_kept("cpu"):
-        batch = items()
-        facts.items_s = statistics.median(timed(items, "cpu", 3))
-        facts.collate_s = statistics.median(timed(lambda: join(batch), "cpu", 3))
-        facts.batch_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(join(batch)))
 
 
 def costly_switches(device: torch.device) -> list[str]:

@@ -191,7 +191,8 @@ class StepObserver:
 
 def make_breakdown(device: torch.device | str, host: Mapping[str, float], *, steps: int, facts: StepFacts) -> Breakdown:
     """Return the breakdown of `steps` steps, made of the `host`'s seconds in all of them and of a GPU's trace."""
-    facts = dataclasses.replace(facts, host_s={cause: part_s / max(1, steps) for cause, part_s in host.items()})
+    per_step_s = {cause: part_s / max(1, steps) for cause, part_s in host.items()}
+    facts = dataclasses.replace(facts, host_s=per_step_s)
     window_s = sum(host.values())
     seconds: dict[str, float] = collections.defaultdict(float, host)
     after_s = seconds.pop(AFTER_FORWARD, 0.0)

@@ -90,7 +90,9 @@ def warm_up(a: Contender, b: Contender) -> int:
     A turn is one step on a CPU, and TURN_S on a GPU. With loader processes it takes all that they have buffered, or
     what they buffered between turns would be measured as if it cost nothing.
     """
-    count = max(1, *(side.run.plan.workers * side.run.plan.prefetch_factor for side in (a, b)))
+    count = 1
+    for side in (a, b):
+        count = max(count, side.run.plan.workers * side.run.plan.prefetch_factor)
     turns_s = []
     for side in (a, b) * WARM_UP:
         began_s = time.perf_counter()

@@ -12,15 +12,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from speedkit.errors import UsageError
-from speedkit.measure.bottlenecks import (
-    bottleneck_in_words,
-    bottleneck_table,
-    bottlenecks_of_loop,
-    costly_switches,
-    row_of,
-)
+from speedkit.machine import this_machine
+from speedkit.measure.bottlenecks import bottleneck_in_words, bottleneck_table, costly_switches, rank, row_of
 from speedkit.measure.breakdown import Breakdown, StepObserver
 from speedkit.measure.growth import Growth, in_words
+from speedkit.measure.loading import time_loader
 from speedkit.measure.timeline import (
     AFTER_FORWARD,
     BACKWARD,
@@ -232,11 +228,14 @@ class LoopProfile:
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:
-                self.bottlenecks = bottlenecks_of_loop(self.breakdown, self.loader, self.device)
+                time_loader(self.breakdown.facts, self.loader)
+                self.bottlenecks = rank(self.breakdown, this_machine(self.device))
                 self.nothing_stands_out = not self.bottlenecks
             except Exception as error:  # of the loader's own items, say: the training is worth more
                 self.notes.append(f"the bottlenecks are not known: {type(error).__name__}: {error}")
-        self.bottlenecks[:0] = [row_of(found, self.mean_s()) for found in self.growth.bottlenecks(self.mean_s())]
+        mean_s = self.mean_s()
+        grown = [row_of(found, mean_s) for found in self.growth.bottlenecks(mean_s)]
+        self.bottlenecks = [*grown, *self.bottlenecks]
         if show:
             print(self)
 

@@ -12,15 +12,9 @@ from speedkit.data.loader import collate, make_sample
 from speedkit.errors import UsageError
 from speedkit.files import read_json
 from speedkit.machine import Hardware, this_machine, unusable_gpu
-from speedkit.measure.bottlenecks import (
-    Row,
-    bottleneck_in_words,
-    bottleneck_table,
-    costly_switches,
-    rank,
-    time_loading,
-)
+from speedkit.measure.bottlenecks import Row, bottleneck_in_words, bottleneck_table, costly_switches, rank
 from speedkit.measure.breakdown import Breakdown, StepFacts, breakdown_of, make_breakdown
+from speedkit.measure.loading import time_loading
 from speedkit.measure.roofline import roofline
 from speedkit.measure.timeline import BACKWARD, FORWARD, OTHER, RARE
 from speedkit.measure.trace import trace_of

@@ -138,18 +138,23 @@ def welch_non_inferior(
     """
     _check(baseline, new)
     change = statistics.fmean(new) - statistics.fmean(baseline)
-    parts = [statistics.variance(values) / len(values) for values in (baseline, new)]
+    total = squares = 0.0
+    for values in (baseline, new):
+        part = statistics.variance(values) / len(values)
+        total += part
+        squares += part**2 / (len(values) - 1)
     freedom = min(len(baseline), len(new)) - 1.0  # of scores that are all alike, too
-    if any(parts):
-        squares = (part**2 / (len(values) - 1) for part, values in zip(parts, (baseline, new), strict=True))
-        freedom = sum(parts) ** 2 / sum(squares)
-    return _judge(change, math.sqrt(sum(parts)), freedom=freedom, margin=margin, tail=tail)
+    if total:
+        freedom = total**2 / squares
+    return _judge(change, math.sqrt(total), freedom=freedom, margin=margin, tail=tail)
 
 
 def _judge(change: float, error: float, *, freedom: float, margin: float, tail: float) -> NonInferiority:
     reach = error * _student(freedom, tail)
-    passed = change - reach >= -margin
-    return NonInferiority(change, error, change - reach, change + reach, passed, not passed and change + reach < 0)
+    lower = change - reach
+    upper = change + reach
+    passed = lower >= -margin
+    return NonInferiority(change, error, lower, upper, passed, worse=not passed and upper < 0)
 
 
 def _check(*samples: Sequence[float]) -> None:

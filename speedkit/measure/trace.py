@@ -137,10 +137,12 @@ def _is_product(kernel: str) -> bool:
 def trace_of(window: Window) -> Trace:
     """Return what a window of steps holds."""
     steps = max(1, window.steps)
-    exchanges = [event["span"] for kind in ("kernel", "user_annotation") for event in window.events[kind]]
-    exchanges = [span for span in exchanges if span.name.startswith(("gloo:", "nccl"))]
-    exchange_s = sum(span.end_s - span.begin_s for span in exchanges) / steps
-    return dataclasses.replace(_trace_of_device(window, steps), exchange_s=exchange_s)
+    exchange_s = 0.0
+    for event in window.events["kernel"] + window.events["user_annotation"]:
+        span = event["span"]
+        if span.name.startswith(("gloo:", "nccl")):
+            exchange_s += span.end_s - span.begin_s
+    return dataclasses.replace(_trace_of_device(window, steps), exchange_s=exchange_s / steps)
 
 
 def _trace_of_device(window: Window, steps: int) -> Trace:

@@ -100,7 +100,9 @@ def choose_schedule(job: Tuning, best: Plan, step_s: Row, *, reserved: bool) -> 
         files = curves_files(job, course, best)
         kept = {side: kept_curves(job, file) for side, file in files.items()}
         # As if preparing were done: a cache is there, and compiled code is kept.
-        seconds = sum(max(0, job.seeds - len(kept[side])) * training_s(job, course, step_s[side]) for side in kept)
+        seconds = 0.0
+        for side, runs in kept.items():
+            seconds += max(0, job.seeds - len(runs)) * training_s(job, course, step_s[side])
         chosen = {"one_in": one_in, "kept": kept, "until_s": spent_s + time_s, "budget_s": spent_s + seconds}
         if not seconds:
             return chosen
@@ -176,11 +178,15 @@ def train_seeds(
     share = 0.0
     for number in range(looks[-1]):
         recipe = dataclasses.replace(course.recipe, seed=job.recipe.seed + number)
-        stages = {
-            side: Stage("training", plan=names[side], seed=recipe.seed) for side in plans if number >= len(curves[side])
-        }
-        new = [side for side, stage in stages.items() if stage not in job.results]
-        if number >= 2 and job.spent_s() + sum(curves[side][-1]["seconds"] for side in new) > until_s and new:
+        stages = {}
+        takes_s = 0.0  # what is to be trained now, by the trainings before
+        for side, runs in curves.items():
+            if number < len(runs):
+                continue
+            stages[side] = Stage("training", plan=names[side], seed=recipe.seed)
+            if number >= 2 and stages[side] not in job.results:
+                takes_s += runs[-1]["seconds"]
+        if takes_s and job.spent_s() + takes_s > until_s:
             return quality_of(course.workload, curves, test=test, tail=ERROR * (unspent + share))
         for side, stage in stages.items():
             plan = plans[side]

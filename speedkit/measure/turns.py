@@ -102,9 +102,13 @@ class Turns:
         slow_b = slow_turns(self.b_s)
         if not any(slow_a + slow_b):
             return self.a_s, self.b_s
-        share = statistics.median(self.a_s) / (statistics.median(self.a_s) + statistics.median(self.b_s))
+        usual_a_s = statistics.median(self.a_s)
+        usual_b_s = statistics.median(self.b_s)
+        share = usual_a_s / (usual_a_s + usual_b_s)
         count = sum(slow_a) + sum(slow_b)
-        if min(at_least(sum(slow_a), count, share), at_least(sum(slow_b), count, 1 - share)) < OWN:
+        chance_a = at_least(sum(slow_a), count, share)
+        chance_b = at_least(sum(slow_b), count, 1 - share)
+        if min(chance_a, chance_b) < OWN:
             return self.a_s, self.b_s
         usual = [not (a_slow or b_slow) for a_slow, b_slow in zip(slow_a, slow_b, strict=True)]
         return [*itertools.compress(self.a_s, usual)], [*itertools.compress(self.b_s, usual)]

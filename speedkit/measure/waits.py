@@ -67,7 +67,8 @@ def auditing(device: torch.device | str = "cpu") -> Iterator[list[Sync]]:
         with _cuda_waits(note) if torch.device(device).type == "cuda" else _cpu_reads(note):
             yield syncs
     finally:  # a loop that ends before the audit does has shown some
-        syncs += (Sync(*at, linecache.getline(*at).strip(), len(costs), sum(costs)) for at, costs in waits.items())
+        for (file, line), costs in waits.items():
+            syncs.append(Sync(file, line, linecache.getline(file, line).strip(), len(costs), sum(costs)))
         syncs.sort(key=lambda sync: -sync.seconds)
 
 

@@ -60,8 +60,9 @@ def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks) -> list
     """
     parts = [batch]
     if len(batch.inputs) > size:
-        slices = [slice(start, start + size) for start in range(0, len(batch.inputs), size)]
-        parts = [map_batch(batch, operator.itemgetter(part)) for part in slices]
+        parts = []
+        for start in range(0, len(batch.inputs), size):
+            parts.append(map_batch(batch, operator.itemgetter(slice(start, start + size))))
     if not ranks.several:
         return [(part, True) for part in parts]
     own = len(parts) * stream.sampler.counts(stream.position)

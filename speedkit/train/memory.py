@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import gc
-import itertools
 import os
 import re
 from collections.abc import Callable
@@ -81,7 +80,11 @@ def allocated_bytes(function: Callable[[], Any], device: torch.device) -> list[i
     with profile(profile_memory=True) as run:
         _result = function()
     events = sorted(run.kineto_results.events(), key=lambda event: event.start_ns())  # type: ignore[union-attr]
-    return [*itertools.accumulate((event.nbytes() for event in events if event.name() == "[memory]"), initial=0)]
+    allocated = [0]
+    for event in events:
+        if event.name() == "[memory]":
+            allocated.append(allocated[-1] + event.nbytes())
+    return allocated
 
 
 def set_allocator(plan: Plan, device: torch.device) -> None:

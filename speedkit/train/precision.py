@@ -64,9 +64,17 @@ class Precision:
 
 def eight_bit_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the names of the layers that can multiply in 8 bits, and of all others that multiply."""
-    layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)}
-    # Attention reads the weight of its output layer, of a class of its own, itself.
-    linear = [name for name, layer in layers.items() if type(layer) is nn.Linear]
-    # The last layer's output goes into the loss unrounded; dimensions that 16 does not divide have no 8-bit product.
-    eight = [name for name in linear[:-1] if not any(size % 16 for size in layers[name].weight.shape)]
-    return eight, [name for name in layers if name not in eight]
+    names = []
+    eight = []
+    last = ""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+            names.append(name)
+        if type(layer) is not nn.Linear:  # attention reads the weight of its output layer, of its own class, itself
+            continue
+        last = name
+        if layer.in_features % 16 == layer.out_features % 16 == 0:  # others have no 8-bit product
+            eight.append(name)
+    if last in eight:
+        eight.remove(last)  # its output goes into the loss unrounded
+    return eight, [name for name in names if name not in eight]

@@ -59,3 +59,10 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
     elif own_threads:
         torch.set_num_threads(own_threads.pop())
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Let CUDA run reproducible kernels alone, if that is `wanted`; it raises later where it has none."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from speedkit.data.loader import BatchStream
 from speedkit.errors import PlanError, SpeedkitError
 from speedkit.fallbacks import EffectivePlan, Fallback, resolve
 from speedkit.files import claim_folder, folder_held, write_text
-from speedkit.machine import this_machine
+from speedkit.machine import Hardware, this_machine
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe, learning_rates
 from speedkit.train import attention, checkpoint, compile, memory
@@ -30,7 +29,7 @@ from speedkit.train.history import History
 from speedkit.train.micro_batch import micro_batch_for
 from speedkit.train.optimizer import build_optimizer
 from speedkit.train.precision import Precision
-from speedkit.train.process_state import process_state_kept
+from speedkit.train.process_state import process_state_kept, set_deterministic
 from speedkit.train.progress import Progress, wanted
 from speedkit.train.ranks import Ranks, local_device
 from speedkit.train.run import ALL, Data, Learner, Position, Reporting, TrainingRun
@@ -63,45 +62,40 @@ def setup_run(
     check_recipe(recipe, workload)
     hardware = this_machine(local_device(device))
     with contextlib.ExitStack() as cleanup:  # where setting up fails it is done here, else by the run's `close`
-        # What the plan becomes here, and the part that this process has in the run.
         cleanup.enter_context(process_state_kept(hardware.device))
         effective = resolve(plan or Plan(), hardware, strict, workload=workload, batch_size=recipe.batch_size)
         cleanup.enter_context(compile.recompile_limit_kept(effective.plan))
         ranks = Ranks(effective.plan, recipe, hardware.device)
-        resume = resume or ranks.restarted
-        folder = Path(out) if out is not None else None
-        if folder is not None and ranks.first:
-            claim_folder(folder, "train", resume)
-            cleanup.enter_context(folder_held(folder))
-        if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)  # CUDA raises later where it has none
+        folder = claimed(out, ranks, resume, cleanup=cleanup)
+        set_deterministic(deterministic)
         effective = choose_auto_settings(workload, recipe, effective, ranks=ranks)
 
         # The four parts. The learner comes first: a plan that `strict` refuses for it makes no cache.
-        learner = build_learner(workload, recipe, effective, ranks=ranks)
-        if strict:
-            effective.check_strict()
+        learner = build_learner(workload, recipe, effective, ranks=ranks, strict=strict)
         show = progress if ranks.first and not endless else False
         data = open_data(workload, recipe, effective.plan, ranks=ranks, cache_dir=cache_dir, show=show, endless=endless)
         data.training_batches = wrap_batches(data.train)
         cleanup.callback(data.close)
-        last_step = len(learner.learning_rates)
-        position = Position(math.inf, 0) if endless else first_position(effective.plan, last_step, len(data.train))
-        history = History(workload.name, recipe, effective, str(ranks.device))
-        bar = Progress(workload.name, last_step, recipe.batch_size, show=show)
-        reporting = Reporting(history, bar, on_log if ranks.first else None)
+        position = Position(math.inf, 0) if endless else first_position(effective.plan, learner, data)
+        reporting = open_reporting(workload, recipe, effective, ranks=ranks, show=show, on_log=on_log)
         cleanup.callback(reporting.close)
         run = TrainingRun(workload, recipe, effective, ranks.device, ranks, folder, learner, data, position, reporting)
-        if folder is not None:
-            begin_in(folder, run, resume)
-        for note in filter(None, (*effective.notes(verbose), getattr(data.train.cache, "why", ""))):
-            bar.say(f"  {note}")
-        if bar.mode != "off" and not ranks.several and (busy := advice(hardware)):
-            bar.say(f"  {busy}")
-        history.prepare_s = time.perf_counter() - began_s
+        begin(run, resume)
+        tell_plan(run, hardware, verbose)
+        reporting.history.prepare_s = time.perf_counter() - began_s
         run.cleanup = cleanup.pop_all()
         return run
+
+
+def claimed(out: str | Path | None, ranks: Ranks, resume: bool, *, cleanup: contextlib.ExitStack) -> Path | None:
+    """Return the folder of the run, which the first rank claims and keeps others out of until `cleanup`."""
+    if out is None:
+        return None
+    folder = Path(out)
+    if ranks.first:
+        claim_folder(folder, "train", resume or ranks.restarted)
+        cleanup.enter_context(folder_held(folder))
+    return folder
 
 
 def open_data(
@@ -145,14 +139,43 @@ def open_data(
     return Data(train, validation, test, training_batches=train)
 
 
-def begin_in(folder: Path, run: TrainingRun, resume: bool) -> None:
-    """Put `run` where a checkpoint in `folder` left off, if it is to `resume`; the first rank writes there."""
-    if resume:
-        checkpoint.load(run, folder)
+def open_reporting(
+    workload: Workload,
+    recipe: Recipe,
+    effective: EffectivePlan,
+    *,
+    ranks: Ranks,
+    show: bool | str,
+    on_log: Callable[[dict[str, float]], object] | None,
+) -> Reporting:
+    """Return what a run tells, and has told nothing of yet; of several ranks only the first one calls `on_log`."""
+    history = History(workload.name, recipe, effective, str(ranks.device))
+    bar = Progress(workload.name, recipe.total_steps(len(workload.train)), recipe.batch_size, show=show)
+    return Reporting(history, bar, on_log if ranks.first else None)
+
+
+def begin(run: TrainingRun, resume: bool) -> None:
+    """Put `run` where a checkpoint in its folder left off, if it is to `resume`; the first rank writes there."""
+    if run.out is None:
+        return
+    if resume or run.ranks.restarted:
+        checkpoint.load(run, run.out)
     if run.ranks.first:
-        run.reporting.writer = CheckpointWriter(folder, run.device)
-        run.reporting.log = open_log(folder / "history.jsonl", run.reporting)
-        write_text(folder / "plan.yaml", to_yaml(run.plan))
+        run.reporting.writer = CheckpointWriter(run.out, run.device)
+        run.reporting.log = open_log(run.out / "history.jsonl", run.reporting)
+        write_text(run.out / "plan.yaml", to_yaml(run.plan))
+
+
+def tell_plan(run: TrainingRun, hardware: Hardware, verbose: bool) -> None:
+    """Show what the plan has become, what the cache is, and which processes use the cores."""
+    bar = run.reporting.progress
+    cache = run.data.train.cache
+    for note in run.effective.notes(verbose):
+        bar.say(f"  {note}")
+    if cache is not None:
+        bar.say(f"  {cache.why}")
+    if bar.mode != "off" and not run.ranks.several and (busy := advice(hardware)):
+        bar.say(f"  {busy}")
 
 
 def open_log(path: Path, reporting: Reporting) -> TextIO:
@@ -170,14 +193,14 @@ def open_log(path: Path, reporting: Reporting) -> TextIO:
     return path.open("a", encoding="utf-8", buffering=1)  # a line is in the file once it is written
 
 
-def first_position(plan: Plan, last_step: int, epoch_steps: int) -> Position:
-    """Return where a run of `last_step` steps begins; `validate_every` may be a share of an epoch, or 0: at the end."""
+def first_position(plan: Plan, learner: Learner, data: Data) -> Position:
+    """Return where a run begins and ends; `validate_every` may be a share of an epoch, or 0: at the end."""
     every = plan.validate_every
     if every is None:
-        every = epoch_steps
+        every = len(data.train)
     elif isinstance(every, float):
-        every = max(1, round(every * epoch_steps))
-    return Position(last_step, every)
+        every = max(1, round(every * len(data.train)))
+    return Position(len(learner.learning_rates), every)
 
 
 def check_recipe(recipe: Recipe, workload: Workload) -> None:
@@ -206,8 +229,13 @@ def choose_auto_settings(
     return min(ranks.all_gather(effective), key=lambda choice: choice.plan.micro_batch or 0)
 
 
-def build_learner(workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks) -> Learner:
-    """Return the learner, its weights a function of the seed; what its model cannot do falls back in `effective`."""
+def build_learner(
+    workload: Workload, recipe: Recipe, effective: EffectivePlan, *, ranks: Ranks, strict: bool
+) -> Learner:
+    """Return the learner, its weights a function of the seed; what its model cannot do falls back in `effective`.
+
+    Raises PlanError under `strict` where that loses something.
+    """
     device = ranks.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -218,6 +246,8 @@ def build_learner(workload: Workload, recipe: Recipe, effective: EffectivePlan, 
     memory_format = torch.channels_last if plan.channels_last else torch.contiguous_format
     model = workload.model().to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     effective.add(*transform_model(model, plan, precision=precision, workload=workload))
+    if strict:
+        effective.check_strict()
     replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
     optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
     micro_batch = ranks.share

@@ -103,7 +103,7 @@ def test_memory_by_kind_is_that_of_the_weights_and_a_smaller_gpu_takes_smaller_b
 
 @pytest.mark.slow
 def test_longer_samples_fit_in_smaller_batches_and_as_many_workers_load_as_a_step_takes(monkeypatch):
-    monkeypatch.setattr("speedkit.measure.bottlenecks.timed", lambda items, _device, count: items() and [160.0] * count)
+    monkeypatch.setattr("speedkit.measure.loading.timed", lambda items, _device, count: items() and [160.0] * count)
     row = dry_run(recordings(), "baseline", GPUS["T4"]._replace(mib=2048))
     assert row["micro_batch"] == 64 and row["largest_length"] > 2000 and row["largest_length"] % 400 == 0
     most = 64 * row["largest_length"]  # numbers at once

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny import CPU_BF16, DEVICES, H100, busy, points
 
-from speedkit.measure.bottlenecks import bottlenecks_of_loop, costly_switches, rank
+from speedkit.measure.bottlenecks import costly_switches, rank
 from speedkit.measure.breakdown import StepFacts, make_breakdown
+from speedkit.measure.loading import time_loader
 from speedkit.measure.profile_report import as_text, gpu_advice, profile_workload
 from speedkit.measure.trace import Trace
 from speedkit.measure.waits import Sync
@@ -156,7 +157,8 @@ def test_what_a_loader_draws_at_random_is_seen():
             return torch.rand(3)
 
     breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts(cores_used=4.0))
-    [row] = bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(Crops()), torch.device("cpu"))[:1]
+    time_loader(breakdown.facts, torch.utils.data.DataLoader(Crops()))
+    [row] = rank(breakdown, CPU)[:1]
     assert "at random" in row["evidence"] and "cache" not in row["change"]
 
 
@@ -167,11 +169,11 @@ SAMPLERS = {"PyTorch's": torch.utils.data.BatchSampler(range(16), 8, drop_last=F
 def test_a_batch_of_a_batch_sampler_counts_with_all_its_items(sampler):
     data = torch.utils.data.TensorDataset(torch.ones(16, 3))
     breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts(items_at_once=8))
-    bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(data, batch_sampler=sampler), torch.device("cpu"))
+    time_loader(breakdown.facts, torch.utils.data.DataLoader(data, batch_sampler=sampler))
     assert breakdown.facts.batch_bytes == 8 * 12
     # In a loop that gives no inputs to a model nobody knows how many an own one joins.
     breakdown = make_breakdown("cpu", {"data wait": 1.0}, steps=1, facts=StepFacts())
-    bottlenecks_of_loop(breakdown, torch.utils.data.DataLoader(data, batch_sampler=sampler), torch.device("cpu"))
+    time_loader(breakdown.facts, torch.utils.data.DataLoader(data, batch_sampler=sampler))
     assert breakdown.facts.batch_bytes >= 12
 
 
