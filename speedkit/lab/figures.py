@@ -161,7 +161,7 @@ def add_caption(figure: Figure, title: str, marks: Sequence[Artist] = (), *, abo
     """Put the title above the axes, and below them the legend of `marks`, else of all that has a label in the axes."""
     figure.suptitle(title, x=0.01, ha="left")
     handles = marks or figure.axes[0].get_legend_handles_labels()[0]
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, title=about, alignment="left")
+    figure.legend(handles=handles, loc="outside lower left", ncols=6, title=about, alignment="left")
 
 
 def write_beside(axes: Axes, y: float, text: str) -> None:
