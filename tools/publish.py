@@ -242,7 +242,7 @@ def tunings(folder: Path) -> list[dict[str, Any]]:
 
 
 def tunings_table(folder: Path) -> str:
-    """Return the headline of each tuning, what it is over and which code it is of, as a Markdown table."""
+    """Return the headline of each tuning, what it is over, its quality and which code it is of, as a Markdown table."""
     rows = []
     for record in tunings(folder):
         side, speedup = headline(record)
@@ -251,8 +251,10 @@ def tunings_table(folder: Path) -> str:
         steps = recipe_steps(record)
         before, after = map(duration, training_s(record, steps))
         training = f"{after} instead of {before}, {steps:,} steps"
-        rows.append([machine_name(record), workload, training, result_text(speedup), BASELINES[side], code])
-    head = ["machine", "workload", "whole training, over plain PyTorch", "a step, times as fast (99 %)", "over", "code"]
+        step = [result_text(speedup), BASELINES[side]]
+        rows.append([machine_name(record), workload, training, *step, record["quality"]["decision"], code])
+    step = ["a step, times as fast (99 %)", "over"]
+    head = ["machine", "workload", "whole training, over plain PyTorch", *step, "result", "code"]
     return markdown_table(head, rows)
 
 

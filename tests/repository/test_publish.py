@@ -237,6 +237,7 @@ def test_the_readme_and_its_figure_say_of_which_code_each_record_is(folder, tmp_
     tuning = {
         "speedup": {"ratio": 4.125, "low": 4.0, "high": 4.25, "decision": "faster"},
         "speedup_careful": {"ratio": 2.5, "low": 2.0, "high": 3.0, "decision": "faster"},
+        "quality": {"decision": "not decided"},
         "optimizations": [],
         "step_s": {"baseline": 0.4, "careful": 0.25, "final": 0.1},
         "workload": {"name": "image", "train": 8, "test": 4},
@@ -257,7 +258,8 @@ def test_the_readme_and_its_figure_say_of_which_code_each_record_is(folder, tmp_
     today, before = (
         line
         for line in lines
-        if "| image | 2.00 s instead of 4.00 s, 10 steps | 2.50× (2.00 to 3.00) | the careful plan |" in line
+        if "| image | 2.00 s instead of 4.00 s, 10 steps | 2.50× (2.00 to 3.00) | the careful plan | not decided |"
+        in line
     )
     assert today.endswith(", measured |") and "| Gone |" in before and before.endswith(", out of date |")
     assert "0123456" in before and "4.12" not in text
