@@ -251,10 +251,10 @@ def tunings_table(folder: Path) -> str:
         steps = recipe_steps(record)
         before, after = map(duration, training_s(record, steps))
         training = f"{after} instead of {before}, {steps:,} steps"
-        step = [result_text(speedup), BASELINES[side]]
-        rows.append([machine_name(record), workload, training, *step, record["quality"]["decision"], code])
-    step = ["a step, times as fast (99 %)", "over"]
-    head = ["machine", "workload", "whole training, over plain PyTorch", *step, "result", "code"]
+        quality = record["quality"]["decision"]
+        rows.append([machine_name(record), workload, training, result_text(speedup), BASELINES[side], quality, code])
+    trained = "whole training, over plain PyTorch"
+    head = ["machine", "workload", trained, "a step, times as fast (99 %)", "over", "result", "code"]
     return markdown_table(head, rows)
 
 

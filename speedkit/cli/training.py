@@ -9,7 +9,6 @@ from typing import Any
 import click
 import psutil
 
-from speedkit.busy import others
 from speedkit.cli.ending import explained, say
 from speedkit.cli.options import (
     DATA_FIELDS,
@@ -102,7 +101,7 @@ def tune_workload(workload: str, values: Values) -> None:
     work, recipe = find_workload(workload, values)
     folder = values["out"]
     options = typed(values, "device", "cache_dir", "out", "resume", "optimizations", "seeds", "horizon")
-    budget_s = values["budget_s"] or usual_budget_s(this_machine(values["device"]), others())
+    budget_s = values["budget_s"] or usual_budget_s(this_machine(values["device"]))
     taken_s = time.time() - psutil.Process().create_time()  # by imports and by the data
     rest_s = min(taken_s + RENDERING_S, budget_s / 4)
     record = find_fastest_plan(work, recipe=recipe, budget_s=budget_s, reserved_s=rest_s, **options)

@@ -82,7 +82,7 @@ def tune(
             workload=workload,
             recipe=recipe,
             hardware=hardware,
-            budget_s=budget_s or usual_budget_s(hardware, others()),
+            budget_s=budget_s or usual_budget_s(hardware),
             horizon=horizon or horizon_of(recipe, len(workload.train), hardware),
             pairs=pairs,
             seeds=seeds,
@@ -99,11 +99,11 @@ def tune(
     return TuningRecord(record)
 
 
-def usual_budget_s(hardware: Hardware, used: Mapping[str, float]) -> float:
-    """Return the seconds of a tuning where nobody says: up to twice BUDGET_S beside programs on `used` cores."""
+def usual_budget_s(hardware: Hardware, look: Callable[[], Mapping[str, float]] = others) -> float:
+    """Return the seconds of a tuning where nobody says: up to twice BUDGET_S where others use a CPU's cores."""
     if hardware.device.type != "cpu":
         return BUDGET_S
-    left = threads_beside(sum(used.values()), hardware.threads)
+    left = threads_beside(sum(look().values()), hardware.threads)
     return BUDGET_S * min(2.0, hardware.threads / left)
 
 
