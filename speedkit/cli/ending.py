@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -43,7 +44,7 @@ def run_command(command: click.Command, name: str) -> NoReturn:
             raise
         for number in ends:
             signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two; the code says what the first one did
-        # An import that a signal cut short says something else.
+        # What a signal cut short may say something else.
         code, sentence = explained(came[0] if came else error)
         say(sentence)
     else:
@@ -52,22 +53,34 @@ def run_command(command: click.Command, name: str) -> NoReturn:
     _leave(code)
 
 
-def _terminate(came: list[Interrupted], number: int, _frame: Any) -> NoReturn:
+def _terminate(came: list[Interrupted], number: int, frame: FrameType | None) -> NoReturn:
     if came:  # the second one: at once, as if killed
         os._exit(came[0].exit_code)
     # As an exception, so that loader processes are ended and half-written files removed on the way out.
     came.append(Interrupted(f"stopped by {signal.Signals(number).name}; what was complete is kept", number))
+    if _imports(frame):  # mpmath, which torch imports, catches whatever its imports raise
+        _end_at_once(came[0])
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise came[-1]
+    raise came[0]
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Return whether `frame` is in the middle of an import."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _leave_if_dropped(dropped: Any) -> None:
     """End this process where Python drops what `_terminate` raised."""
-    if not isinstance(dropped.exc_value, KeyboardInterrupt | Interrupted):
-        sys.__unraisablehook__(dropped)
-        return
-    code, sentence = explained(dropped.exc_value)
+    if isinstance(dropped.exc_value, KeyboardInterrupt | Interrupted):
+        _end_at_once(dropped.exc_value)
+    sys.__unraisablehook__(dropped)
+
+
+def _end_at_once(error: BaseException) -> NoReturn:
+    code, sentence = explained(error)
     say(sentence)
     os._exit(code)
 

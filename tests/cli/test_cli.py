@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ import types
 import pytest
 import torch
 import yaml
-from processes import ROOT
+from processes import ROOT, python
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 from torch.utils.data import DataLoader, TensorDataset
@@ -134,6 +135,24 @@ class BigramModel(torch.nn.Module):
     def forward(self, tokens, labels):
         loss = torch.nn.functional.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
         return types.SimpleNamespace(loss=loss)
+
+
+CATCHES_ALL = """
+import os, signal
+from tiny import points
+
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except:  # as mpmath has it, which torch imports while a training is set up
+    pass
+"""
+
+
+def test_a_stop_during_an_import_that_catches_whatever_is_raised_ends_the_run(tmp_path):
+    (tmp_path / "catching.py").write_text(CATCHES_ALL)
+    ended = python("-m", "speedkit", "train", "catching:points", "--out", "run", folder=tmp_path)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert ended.stderr == "speedkit: stopped by SIGTERM; what was complete is kept\n"
 
 
 @pytest.mark.slow
