@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from speedkit.clock import Stopwatch
@@ -98,6 +100,11 @@ def warm_up(a: Contender, b: Contender) -> int:
         began_s = time.perf_counter()
         turns_s.append(side.turn(count))
         side.warmup_s += time.perf_counter() - began_s
-    if a.run.device.type == "cpu":
+    return steps_per_turn(a.run.device, count, turns_s)
+
+
+def steps_per_turn(device: torch.device, count: int, turns_s: Sequence[float]) -> int:
+    """Return the steps of a turn, by the seconds of turns of `count` steps."""
+    if device.type == "cpu":
         return count
     return count * math.ceil(TURN_S / min(turns_s[-2:]))

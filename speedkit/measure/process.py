@@ -1,15 +1,14 @@
-"""What measuring changes of the whole process, and puts back; what the process uses; and measuring in a new one."""
+"""What measuring changes of the whole process, and puts back; what the process uses; and calls in a new one."""
 
 import contextlib
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,29 +45,58 @@ def resources() -> tuple[float, float, int]:
     return cpu_s[0], sum(cpu_s[1:]), read_bytes
 
 
-def in_new_process(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what `function` returns in a new Python process.
+@contextlib.contextmanager
+def new_process(make: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Callable[..., Any]]:
+    """Yield a function that calls, in a new Python process, the one that the context `make(...)` gives there.
 
-    Raises SpeedkitError when it fails there, or cannot be sent: what a notebook or a script defines has no module.
+    It raises SpeedkitError when that fails, or cannot be sent: what a notebook or a script defines has no module.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            Path(folder, "call").write_bytes(pickle.dumps((function, arguments, options)))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise SpeedkitError(f"it cannot be sent to a new process: {error}") from error
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", __name__, folder]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SpeedkitError(f"it failed in a new process: {done.stderr.strip().rpartition(chr(10))[2]}")
-        return pickle.loads(Path(folder, "answer").read_bytes())
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", __name__]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        send(process.stdin, (make, arguments, options))
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            send(process.stdin, (arguments, options))
+            try:
+                failed, answer = pickle.load(process.stdout)  # type: ignore[arg-type]
+            except EOFError:
+                raise SpeedkitError(f"its new process ended with exit code {process.wait()}") from None
+            if failed:
+                raise SpeedkitError(f"it failed in a new process: {answer}")
+            return answer
+
+        yield call
+
+
+def send(stream: Any, message: Any) -> None:
+    """Write a message to the stream of another process. Raises SpeedkitError where it cannot be sent."""
+    try:
+        stream.write(pickle.dumps(message))
+        stream.flush()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise SpeedkitError(f"it cannot be sent to a new process: {error}") from error
+    except BrokenPipeError:  # its answer says why
+        pass
 
 
 def main() -> None:
-    """Make the call that lies in the folder of the first argument, and leave the answer there."""
-    folder = Path(sys.argv[1])
-    function, arguments, options = pickle.loads((folder / "call").read_bytes())
-    (folder / "answer").write_bytes(pickle.dumps(function(*arguments, **options)))
+    """Answer each message of standard input with a call, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both; the other one ends this
+    messages = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a workload prints is no answer
+    try:
+        make, arguments, options = pickle.load(messages)
+        with make(*arguments, **options) as function:
+            while True:
+                arguments, options = pickle.load(messages)
+                send(answers, (False, function(*arguments, **options)))
+    except EOFError:
+        return
+    except Exception as error:
+        send(answers, (True, f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from speedkit.busy import others, threads_beside, told
-from speedkit.errors import Interrupted, TooManyBad, UsageError
+from speedkit.errors import Interrupted, SpeedkitError, TooManyBad, UsageError
 from speedkit.files import finite
 from speedkit.machine import Hardware
+from speedkit.measure.apart import compare_apart
 from speedkit.measure.breakdown import breakdown_of
 from speedkit.measure.checked_file import read_checked, write_checked
 from speedkit.measure.compare import Comparison, compare
@@ -23,7 +24,7 @@ from speedkit.recipe import Recipe
 from speedkit.workload import Workload
 
 NAME = "tune.json"
-VERSION = 10  # of that file, raised when a stage's result becomes another
+VERSION = 11  # of that file, raised when a stage's result becomes another
 TRYING_SHARE = 0.55  # of the budget: no optimization is begun after that
 AGAIN_SHARE = 0.4  # of the budget: none is measured a second time after that
 COMPARISON_SHARE = 0.1  # of the budget, that a comparison's turns may take
@@ -162,6 +163,21 @@ class Tuning:
         self.state["measurements"].append(finite(result.as_measurement() | {"threads": plan_a.threads}))
         self.state["quarantined"] |= result.quarantined
         return result
+
+    def compare_apart(self, name: str, plans: Mapping[str, Plan], **limits: Any) -> Row:
+        """Compare two plans by name, each in a process of its own, and save what was measured.
+
+        Where the workload cannot be sent to one, they are compared in this process.
+        """
+        plan_a, plan_b = self.beside_others(*plans.values())
+        both = dict(zip(plans, (plan_a, plan_b), strict=True))
+        try:
+            row = compare_apart(self.workload, both, recipe=self.recipe, name=name, **self.options, **limits)
+        except SpeedkitError as error:
+            self.say(f"{error}: both plans are measured in this process")
+            return self.compare(name, plans, **limits).as_measurement()
+        self.state["measurements"].append(finite(row | {"threads": plan_a.threads}))
+        return row
 
     def attempt(self, name: str, plans: Mapping[str, Plan], **options: Any) -> Comparison | str:
         """Compare two plans; return why where one fails: a model that cannot do this is one more reason not to."""

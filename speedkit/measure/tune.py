@@ -1,25 +1,23 @@
 """The stages of a tuning: greedy forward selection against the best plan so far, and what proves the result."""
 
 import dataclasses
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from speedkit.data.cache import open_cache
-from speedkit.errors import SpeedkitError
 from speedkit.machine import cache_root
 from speedkit.measure.candidates import Trial
-from speedkit.measure.compare import compare
 from speedkit.measure.optimizations import Optimization, changed, plan_of, text
 from speedkit.measure.predict import acts_on
-from speedkit.measure.process import in_new_process
 from speedkit.measure.stages import Row, Stage, Tuning
 from speedkit.measure.trainings import train_both
 from speedkit.measure.trials import compare_with_itself, try_optimizations
 from speedkit.plan import Plan
 
 FINAL_PAIRS = 40
-AGAIN_PAIRS = 10  # in a new process
+AGAIN_PAIRS = 10  # once more
 FINAL_SHARE = 0.05  # of the budget, that each final comparison may take
 BUILDING_ITEMS = 64  # of which a cache is built, to know what all of them take
 STALLS = 1.02  # whole trainings whose steps take longer, over the end of the short turns' interval, were stalled
@@ -149,42 +147,27 @@ def leave_out(job: Tuning, plans: dict[str, Plan], *, confirm: bool) -> Row:
 def final_comparison(job: Tuning, best: Plan) -> Row:
     """Measure the winning plan against the baseline and the careful one, in turns that chose nothing.
 
+    Each plan trains in a process of its own, as it will. The headline is measured once more, in other processes.
     Where the careful plan is shown to be faster it is the result: nothing slower is ever recommended.
     """
     final: Row = {"plan": vars(best), "step_s": {}, "baseline": ITSELF, "careful": ITSELF, "again": None}
     careful = Plan.careful(job.hardware)
-    others = {"careful": careful, "baseline": Plan()}
+    others = {name: plan for name, plan in {"careful": careful, "baseline": Plan()}.items() if plan != best}
+    limits: Row = {"looks": (), "max_s": FINAL_SHARE * job.budget_s}
     for name, plan in others.items():
-        if plan == best:
-            continue
-        plans = {name: plan, "final": best}
-        limits: Row = {"pairs": FINAL_PAIRS, "looks": (), "max_s": FINAL_SHARE * job.budget_s}
-        result = job.compare(f"final against {name}", plans, **limits)
-        if name == "careful" and result.slower:
+        row = job.compare_apart(f"final against {name}", {name: plan, "final": best}, pairs=FINAL_PAIRS, **limits)
+        if name == "careful" and row["decision"] == "slower":
             job.say("the careful plan is faster than what was tuned to: it is taken, and measured afresh")
             return final_comparison(job, careful)
-        final[name] = {key: getattr(result, key) for key in ITSELF}
-        final["step_s"] |= dict(zip(plans, result.step_s, strict=True))
-    if final["step_s"]:
-        faster = min({"baseline", "careful"} & final["step_s"].keys(), key=final["step_s"].__getitem__)
-        final["again"] = measure_in_new_process(job, {faster: others[faster], "final": best})
+        final[name] = {key: row[key] for key in ITSELF}
+        for side, plan_name in (("a", name), ("b", "final")):
+            final["step_s"][plan_name] = statistics.median(row[f"seconds_{side}"]) / row["steps_per_turn"]
+    if others:
+        faster = min(others, key=final["step_s"].__getitem__)
+        plans = {faster: others[faster], "final": best}
+        row = job.compare_apart("final, once more", plans, pairs=AGAIN_PAIRS, **limits)
+        final["again"] = {key: row[key] for key in ITSELF}
     return final
-
-
-def measure_in_new_process(job: Tuning, plans: Mapping[str, Plan]) -> Row:
-    """Compare two plans by name once more; return the ratio, or `why` not.
-
-    In another process memory lies elsewhere, and a ratio is another by about 1 %.
-    """
-    both = job.beside_others(*plans.values())
-    limits: Row = {"pairs": AGAIN_PAIRS, "max_s": FINAL_SHARE * job.budget_s, "looks": (), "confirm": False}
-    options: Row = {"recipe": job.recipe, "names": tuple(plans)}
-    try:
-        result = in_new_process(compare, job.workload, *both, **options, **limits, **job.options)
-    except SpeedkitError as error:
-        return {"why": str(error)}
-    job.say(f"in a new process: {result}")
-    return {key: getattr(result, key) for key in ITSELF}
 
 
 def safe(plan: Plan) -> Plan:

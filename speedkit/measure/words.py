@@ -168,9 +168,11 @@ def step_in_words(record: Row) -> list[str]:
         sentences.append(f"Over {BASELINES[side]} nothing was decided.")
     again = record.get("speedup_again")  # not in records of before
     if again and "ratio" in again and is_boundless(again):
-        sentences.append("In a new process nothing was decided: there were too few turns for so noisy a machine.")
+        sentences.append("Measured once more, nothing was decided: there were too few turns for so noisy a machine.")
     elif again and "ratio" in again:
-        sentences.append(f"In a new process it is {again['ratio']:.2f} {interval_text(again)} over {BASELINES[side]}.")
+        sentences.append(
+            f"Measured once more, it is {again['ratio']:.2f} {interval_text(again)} over {BASELINES[side]}."
+        )
     return sentences
 
 

@@ -14,7 +14,7 @@ from speedkit.errors import SpeedkitError
 from speedkit.machine import this_machine
 from speedkit.measure import peaks
 from speedkit.measure.compare import compare
-from speedkit.measure.process import in_new_process
+from speedkit.measure.process import new_process
 from speedkit.measure.profile_report import profile_workload
 from speedkit.plan import Plan
 
@@ -63,9 +63,11 @@ def test_measuring_leaves_the_process_as_it_was(measure, fails, somebodys_switch
     assert differences(before, picture(LEFT_BY_MEASURING)) == {}
 
 
-def test_a_function_is_called_in_a_new_process():
-    assert in_new_process(os.getpid) != os.getpid()
-    assert in_new_process(sorted, [2, 1], reverse=True) == [2, 1]
+def test_functions_are_called_in_a_new_process():
+    with new_process(contextlib.nullcontext, os.getpid) as call:
+        assert call() == call() != os.getpid()
+    with new_process(contextlib.nullcontext, print) as call:  # what is printed there is no answer
+        assert call("words") is None
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,10 @@ def test_a_function_is_called_in_a_new_process():
     [
         (lambda argument: argument, 1, "cannot be sent to a new process: .*lambda"),
         (int, "no number", "failed in a new process: ValueError: invalid literal .* 'no number'"),
+        (os._exit, 7, "ended with exit code 7"),
     ],
-    ids=["of no module", "fails"],
+    ids=["of no module", "fails", "ends"],
 )
 def test_what_a_new_process_cannot_do_is_one_sentence(function, argument, why):
-    with pytest.raises(SpeedkitError, match=why):
-        in_new_process(function, argument)
+    with pytest.raises(SpeedkitError, match=why), new_process(contextlib.nullcontext, function) as call:
+        call(argument)
