@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 from IPython import display
 from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
@@ -91,10 +92,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1."""
     figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row in rows])
     for y, row in enumerate(rows):
-        is_shown = row["low"] > 1 or row["high"] < 1
-        fill = BLUE if is_shown else "white"
-        axes.plot([row["low"], row["high"]], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
-        axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
+        mark(axes, y, row)
         write_beside(axes, y, ratio_text(row))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
@@ -106,6 +104,13 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval")
     add_caption(figure, title, [interval], about="hollow: the interval holds 1")
     return figure
+
+
+def mark(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
+    """Draw a ratio with its interval, hollow where that holds 1."""
+    fill = "white" if row["low"] <= 1 <= row["high"] else BLUE
+    axes.plot([row["low"], row["high"]], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
+    axes.plot(row["ratio"], y, "o", color=BLUE, markerfacecolor=fill, markersize=6.5)
 
 
 @style.context(STYLE)

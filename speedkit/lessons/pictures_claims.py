@@ -5,11 +5,11 @@ from textwrap import shorten
 from typing import Any
 
 from matplotlib import style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from speedkit.lab.figures import BLUE, INK, STYLE, add_caption, new_figure, round_ticks, write_beside
+from speedkit.lessons.pictures import mark
 
 PROMISED = "#F0E442"
 
@@ -22,7 +22,7 @@ def promises(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     for y, row in enumerate(rows):
         low, high = row["promised"]
         axes.barh(y, high - low, 0.8, left=low, color=PROMISED)
-        _mark(axes, y, (row["low"], row["ratio"], row["high"]))
+        mark(axes, y, row)
         write_beside(axes, y, f"{row['ratio']:.2f}× {row['verdict']}")
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
@@ -31,10 +31,3 @@ def promises(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]
     add_caption(figure, title, marks, about="hollow: the interval holds 1")
     return figure
-
-
-def _mark(axes: Axes, y: int, point: tuple[float, float, float]) -> None:
-    """Draw a measured figure with its interval, hollow where that holds 1."""
-    low, middle, high = point
-    axes.plot([low, high], [y, y], color=BLUE, linewidth=2, solid_capstyle="butt")
-    axes.plot(middle, y, "o", color=BLUE, markersize=6, markerfacecolor="white" if low <= 1 <= high else BLUE)

@@ -1,5 +1,6 @@
 """What lessons show as lines: losses over steps, seconds over steps and epochs, costs over lengths and GPUs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,18 @@ Row = Mapping[str, Any]
 
 
 @style.context(STYLE)
-def losses(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
-    """Return training losses by step, a line for each format or seed."""
-    figure, axes = new_figure(3.0, title=title)
-    colours = (GREY, BLUE, ORANGE, GREEN)
+def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 1) -> Figure:
+    """Return training losses by step, a line for each format or seed, in turns on `panels`; a cross is a NaN."""
+    figure, every = side_by_side(title, *[1] * panels)
     for number, (name, values) in enumerate(courses.items()):
+        axes = every[number % panels]
+        colour = COLOURS[(number // panels - 1) % 4]
         looks = "--" if "seed" in name else "-"
-        axes.plot(range(1, len(values) + 1), values, looks, color=colours[number % 4], label=name)
-    axes.lines[0].set_linewidth(4.0)  # seen below a line that lies on it
-    _finish(axes, xlabel="step", ylabel="loss")
+        width = 4.0 if number < panels else 1.5  # seen below a line that lies on it
+        axes.plot(range(1, len(values) + 1), values, looks, color=colour, label=name, linewidth=width)
+        bad = [step for step, value in enumerate(values, 1) if math.isnan(value)]
+        axes.plot(bad, [0] * len(bad), "x", color=colour, mew=width)
+        _finish(axes, xlabel="step", ylabel="loss")
     return figure
 
 
@@ -46,9 +50,9 @@ def break_even(compiled: Mapping[str, tuple[float, Sequence[float]]], *, last: f
 @style.context(STYLE)
 def lengths(rows: Sequence[Row], title: str) -> Figure:
     """Return milliseconds and megabytes kept over the sequence length; rows {length, kernel, seconds, kept_bytes}."""
-    figure = Figure(figsize=(8.6, 3.1), layout="constrained")
+    figure, panels = side_by_side(title, 1, 1)
     labels = (("seconds", 1e-3, "ms, forward and backward"), ("kept_bytes", 1e6, "MB kept for the backward pass"))
-    for axes, (key, unit, label) in zip(figure.subplots(1, 2), labels, strict=True):
+    for axes, (key, unit, label) in zip(panels, labels, strict=True):
         for name, colour in zip(dict.fromkeys(row["kernel"] for row in rows), (ORANGE, BLUE), strict=False):
             mine = [row for row in rows if row["kernel"] == name]
             values = [row[key] / unit for row in mine]
@@ -56,7 +60,6 @@ def lengths(rows: Sequence[Row], title: str) -> Figure:
         _count_in_powers(axes, sorted({row["length"] for row in rows}))
         axes.set(ylim=(0, None))
         _finish(axes, xlabel="sequence length, at the same number of tokens", ylabel=label)
-    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
@@ -67,10 +70,17 @@ def efficiencies(courses: Mapping[str, Sequence[tuple[int, float]]], *, title: s
     for (name, points), colour in zip(courses.items(), COLOURS, strict=False):
         counts, values = zip(*points, strict=True)
         axes.plot(counts, [100 * value for value in values], "o-", markersize=3, color=colour, label=name)
-    _count_in_powers(axes, [count for count, _ in next(iter(courses.values()))])
+    _count_in_powers(axes, counts)
     axes.set(ylim=(0, 105))
     _finish(axes, xlabel="GPUs", ylabel="efficiency, per cent")
     return figure
+
+
+def side_by_side(title: str, *widths: int) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with axes of these relative widths."""
+    figure = Figure(figsize=(8.6, 3.0), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure, figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
 
 
 def _count_in_powers(axes: Axes, counts: Sequence[int]) -> None:

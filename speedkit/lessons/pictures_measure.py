@@ -8,6 +8,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, add_caption, new_figure, round_ticks
+from speedkit.lessons.pictures_courses import side_by_side
 
 COLOURS = (GREY, ORANGE, GREEN, BLUE)
 Spans = Sequence[tuple[float, float]]
@@ -16,15 +17,13 @@ Spans = Sequence[tuple[float, float]]
 @style.context(STYLE)
 def windows(first_ms: Sequence[float], relative: Sequence[float], *, title: str) -> Figure:
     """Return the first calls of a step in ms, and many windows of the same steps relative to their median."""
-    figure = Figure(figsize=(8.6, 2.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+    figure, (left, right) = side_by_side(title, 1, 2)
     left.plot(range(1, len(first_ms) + 1), first_ms, "o-", color=BLUE, markersize=3)
     left.set(xlabel="call", ylabel="ms", yscale="log")
     round_ticks(left.yaxis)
     right.plot(relative, ".", color=GREY, markersize=2.5)
     right.set(xlabel="window of the same steps, in the order of time", ylabel="time / median")
     right.set_ylim(max(0.2, 0.98 * min(relative)), min(3.0, 1.02 * max(relative)))
-    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ON_ALL, ORANGE, STYLE, add_caption, new_figure, write_beside
+from speedkit.lessons.pictures_courses import side_by_side
 
 
 @style.context(STYLE)
@@ -15,8 +16,8 @@ def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
     """Return what operations, each with its number of inputs, read and write: one kernel for each, and one for all."""
     count = len(operations)
     total = count + sum(inputs for _, inputs in operations)
-    figure, axes = new_figure(2.4, title=f"{count} operations: {total} passes over memory, or 2")
     rows = {"one kernel each": [*operations], "compiled": [(f"{count} operations in registers", 1)]}
+    figure, axes = new_figure(2.4, [*rows], title=f"{count} operations: {total} passes over memory, or 2")
     for y, kernels in enumerate(rows.values()):
         x = 0.0
         for name, inputs in kernels:
@@ -24,7 +25,6 @@ def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
             axes.barh(y, 0.94, 0.5, left=x + inputs, color=ORANGE)
             axes.text(x, y - 0.32, name, ha="left", va="bottom", fontsize=8.5)
             x += inputs + 1
-    axes.set_yticks((0, 1), list(rows))
     axes.set(ylim=(1.5, -0.8), xlim=(0, None), xlabel="passes over memory (blue: reads, orange: writes)")
     axes.grid(visible=False)
     return figure
@@ -44,8 +44,7 @@ def tried(
 
     `model` has the rates that a formula gives.
     """
-    figure = Figure(figsize=(8.6, 3.0), layout="constrained")
-    rate, memory = figure.subplots(1, 2)
+    figure, (rate, memory) = side_by_side(title, 1, 1)
     best = max(rates.values())
     rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
     rate.plot([*rates], [*rates.values()], "o-", color=BLUE, label="measured")
@@ -57,7 +56,6 @@ def tried(
         axes.set_xticks([*rates], [str(size) for size in rates])
         axes.xaxis.set_minor_locator(NullLocator())
     figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
