@@ -44,11 +44,10 @@ def load(name: str, options: Row, *, scale: str, earlier: Row | None) -> tuple[W
 
 def rejected(record: Row) -> list[Fields]:
     """Return a row for each change that is not in the final plan of a tuning's record: what was measured, and why."""
-    rows = [row for row in (*record["optimizations"], *record["dropped"]) if not row["kept"]]
     return [
         {"change": row["change"], "measured": ratio_text(row) if row["ratio"] else "not tried", "why": row["why"]}
-        for row in rows
-        if row["change"] != "nothing"
+        for row in (*record["optimizations"], *record["dropped"])
+        if not row["kept"] and row["change"] != "nothing"
     ]
 
 
