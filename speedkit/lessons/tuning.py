@@ -43,35 +43,18 @@ def load(name: str, options: Row, *, scale: str, earlier: Row | None) -> tuple[W
 
 
 def rejected(record: Row) -> list[Fields]:
-    """Return a row for each change that is not in the final plan of a tuning's record: how it lost, and why."""
-    optimizations = [
-        (row, kind(row)) for row in record["optimizations"] if not row["kept"] and row["change"] != "nothing"
-    ]
-    optimizations += [(row, "dropped again") for row in record["dropped"] if not row["kept"]]
+    """Return a row for each change that is not in the final plan of a tuning's record: what was measured, and why."""
     return [
-        {
-            "change": row["change"],
-            "result": result,
-            "measured": ratio_text(row) if row["ratio"] else "",
-            "why": row["why"],
-        }
-        for row, result in optimizations
+        {"change": row["change"], "measured": ratio_text(row) if row["ratio"] else "not tried", "why": row["why"]}
+        for row in (*record["optimizations"], *record["dropped"])
+        if not row["kept"] and row["change"] != "nothing"
     ]
-
-
-def kind(row: Row) -> str:
-    """Return how a change lost, in words, by its row of `optimizations`."""
-    if row["ratio"] is None:
-        return "not tried"
-    if row["high"] < 1:
-        return "slower"
-    return "no gain shown" if row["low"] <= 1 or row["why"] in ("not worth it", "undecided") else "rejected"
 
 
 def answers(record: Row) -> str:
     """Return what a tuning's record answers to the lesson's three questions, as Markdown."""
     tried = measured(record["optimizations"])
-    kept = [row for row in tried if row["kept"]]
+    kept = kept_changes(record)
     product = multiplied(kept)
     whole = record["speedup"]
     excess = multiplied([*kept, {"ratio": 1 / whole["ratio"], "high": 1 / whole["low"]}])  # product over whole
@@ -81,17 +64,16 @@ def answers(record: Row) -> str:
     elif excess["high"] < 1:
         fits = "multiplying promises too little"
     met = sum(row["predicted_low"] <= row["high"] and row["low"] <= row["predicted_high"] for row in tried)
-    asked = [row for row in tried if row["optimization"] in ("workers", "cache", "precision")]
+    lost = [f"{row['change']} ({row['ratio']:.2f}×, {row['why']})" for row in tried if not row["kept"]]
     return f"""
-1. Of worker processes, cache and number format: {largest(asked)} Each was measured on top of what had been kept \
-before. What was not measured is in the table of *When it does not help*, with the reason.
+1. Of all that was kept, {most_saved(record)} What was not kept or not measured is in the table of *When it does not \
+help*, with the reason.
 2. The kept gains multiply to {product["ratio"]:.2f} ({product["low"]:.2f} to {product["high"]:.2f}). Measured \
 afresh, a step of the final plan is {whole["ratio"]:.2f} times as fast as in plain PyTorch ({whole["low"]:.2f} to \
 {whole["high"]:.2f}). By an interval for the ratio of the two: {fits}.
-3. Of the {len(tried)} changes that were measured, {sum(not row["kept"] for row in tried)} were not kept: \
-{sum(row["high"] < 1 for row in tried)} slower, the others without a gain that shows or pays. \
-{met} of {len(tried)} measured intervals meet the prediction made before; a wide one, a long pale bar in the figure, \
-is easily met.
+3. Not kept: {len(lost)} of the {len(tried)} changes that were measured{"; ".join(["", *lost])}. {met} of the \
+{len(tried)} measured intervals meet the prediction made before; a wide one, a long pale bar in the figure, is easily \
+met.
 """
 
 
@@ -108,14 +90,31 @@ def multiplied(rows: Sequence[Row]) -> Fields:
     return {"ratio": ratio, "low": ratio / spread, "high": ratio * spread}
 
 
-def largest(rows: Iterable[Row]) -> str:
-    """Return the end of a sentence: which change has the highest ratio, and from which its interval tells it not."""
-    ranked = sorted(measured(rows), key=lambda row: row["ratio"], reverse=True)
-    if not ranked:
-        return "none was measured."
-    near = [row["change"] for row in ranked[1:] if row["high"] >= ranked[0]["low"]]
-    apart = f"; its interval meets that of {' and of '.join(near)}, so the order is not shown" if near else ""
-    return f"the highest ratio is that of {ranked[0]['change']}, {ranked[0]['ratio']:.2f}{apart}."
+def kept_changes(record: Row) -> list[Fields]:
+    """Return the kept changes in order: ratio, interval, and the step before and after [ms], on top of those before."""
+    to_ms, rows = 1e3 * record["step_s"]["baseline"], []
+    for row in measured(record["optimizations"]):
+        if row["kept"]:
+            from_ms = to_ms
+            to_ms /= row["ratio"]
+            ratio = {key: row[key] for key in ("ratio", "low", "high")}
+            rows.append({"change": row["change"], "from_ms": from_ms, "to_ms": to_ms, **ratio})
+    return rows
+
+
+def most_saved(record: Row) -> str:
+    """Return the end of a sentence: which kept change took most off a step, and why another may have a higher ratio."""
+    rows = kept_changes(record)
+    if not rows:
+        return "nothing took anything off a step."
+    most = max(rows, key=lambda row: row["from_ms"] - row["to_ms"])
+    highest = max(rows, key=lambda row: row["ratio"])
+    told = "{change} took most off a step: {from_ms:.3g} to {to_ms:.3g} ms.".format_map(most)
+    if highest is not most:  # so it came later
+        told += " {change} then took {from_ms:.3g} to {to_ms:.3g} ms; its ratio is the higher one".format_map(highest)
+        meet = ", intervals that meet" if highest["low"] <= most["high"] else ""
+        told += f" ({highest['ratio']:.2f} against {most['ratio']:.2f}{meet}), as a ratio counts only what is left."
+    return told
 
 
 def breakdowns_title(record: Row) -> str:

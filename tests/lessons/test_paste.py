@@ -407,8 +407,8 @@ def rank(number, port, out, fits):
         orders.extend(inputs[:, 0].tolist() for inputs, _ in loader)  # the order is that of the epoch
         learn({"model": model, "optimizer": optimizer, "loader": loader})
 
-    names = {"model": Net(), "data": data, "train_epoch": train_epoch, "epochs": 2}
-    model = paste("40", {"fits = True": f"fits = {fits}"}, **names).model
+    names = {"make_model": Net, "data": data, "train_epoch": train_epoch, "epochs": 2, "fits": fits}
+    model = paste("40", {'.to("cuda")': ""}, **names).model
     assert devices == [number]
     weights = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in model.parameters()]
     torch.save((orders, data.tensors[0][:, 0].tolist(), weights), out / f"{number}.pt")
