@@ -67,7 +67,11 @@ def new_process(make: Callable[..., Any], *arguments: Any, **options: Any) -> It
                 raise SpeedkitError(f"it failed in a new process: {answer}")
             return answer
 
-        yield call
+        try:
+            yield call
+        finally:
+            with contextlib.suppress(BrokenPipeError):  # what was sent to a process that had ended
+                process.stdin.close()  # type: ignore[union-attr]
 
 
 def send(stream: Any, message: Any) -> None:

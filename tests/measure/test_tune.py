@@ -317,6 +317,15 @@ def test_a_change_that_costs_now_and_then_is_dropped_when_each_is_confirmed(monk
     assert plan.precision == "default" and of.state["measurements"][1]["long_seconds_b"]
 
 
+def test_a_workload_that_cannot_be_sent_to_another_process_is_compared_in_this_one():
+    said = []
+    of = job(dataclasses.replace(tiny.points(train=64), loss=lambda *arguments: tiny.loss(*arguments)))
+    of.say = said.append
+    row = of.compare_apart("both", {"baseline": Plan(), "final": Plan(log_every=5)}, pairs=2, looks=())
+    assert len(row["seconds_a"]) == 2 and of.state["measurements"][0]["name"] == "both"
+    assert "cannot be sent to a new process" in said[0] and "measured in this process" in said[0]
+
+
 # ---- the tuning itself ----
 
 
