@@ -101,8 +101,8 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     round_ticks(axes.xaxis)
     low, high = axes.get_xlim()
     axes.set_xticks([1.0, *(tick for tick in axes.get_xticks() if low <= tick <= high and abs(tick - 1) > 0.02)])
-    interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval")
-    add_caption(figure, title, [interval], about="hollow: the interval holds 1")
+    interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval; a filled point: it leaves out 1")
+    add_caption(figure, title, [interval])
     return figure
 
 
