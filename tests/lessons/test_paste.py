@@ -11,6 +11,7 @@ import socket
 import tarfile
 import types
 
+import numpy as np
 import pytest
 import torch
 from processes import ROOT, TESTS
@@ -22,6 +23,7 @@ from speedkit.measure.stats import paired_interval
 
 LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41, 50, 90)]
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
+FIRST = re.compile(r"## Paste this\n\n.*?\n\n```python\n(.*?)\n```.*", re.DOTALL)
 PROFILER = re.compile(r"PyTorch's own profiler.*\n```python\n(.*)\n```\n.*", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
@@ -205,6 +207,19 @@ def test_a_tar_is_shuffled_and_has_the_bits_of_single_files(workers, tmp_path):
         assert told != names and sorted(told) == sorted(names)
         for name, sound in zip(told, torch.cat([sounds for sounds, _ in batches]), strict=True):
             assert torch.equal(sound, torch.from_numpy(soundfile.read(tmp_path / name, dtype="float32")[0]))
+
+
+def test_a_picture_is_decoded_no_larger_than_it_is_wanted(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    image.linear_gradient("L").convert("RGB").resize((1024, 768)).save(tmp_path / "large.jpg")
+    image.linear_gradient("L").save(tmp_path / "grey.png")
+    names = {}
+    exec(block("11", FIRST), names)
+    small = names["picture"](tmp_path / "large.jpg")
+    assert small.shape == (192, 256, 3) and small.dtype == torch.uint8
+    whole = torch.from_numpy(np.array(image.open(tmp_path / "large.jpg").resize((256, 192))))
+    assert (small.float() - whole.float()).abs().mean() < 2
+    assert names["picture"](tmp_path / "grey.png", size=(10, 20)).shape == (20, 10, 3)
 
 
 class Counting(Dataset):
