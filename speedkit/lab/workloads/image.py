@@ -25,7 +25,7 @@ from speedkit.workload import Batch, Workload, right_class
 # Channels of the stem, and residual blocks in each stage.
 SIZES = {
     "tiny": NetSize(16, 1, growth=(2, 3, 4), inputs=48),
-    "small": NetSize(32, 1, growth=(2, 3, 4), inputs=64),
+    "small": NetSize(32, 1, growth=(2, 3, 4), inputs=48),
     "medium": NetSize(64, 2, growth=(2, 4, 8), inputs=128),
 }
 RECIPE = Recipe(batch_size=32, epochs=6, learning_rate=1e-2, weight_decay=0.05, clip_norm=1.0, label_smoothing=0.1)
