@@ -100,6 +100,10 @@ def find_items(
         except (RuntimeError, OSError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
             bad[str(path)] = str(error)
     check_bad_share(bad, len(files))
+    if not sides["train"]:
+        raise UsageError(
+            f"none of the {len(files)} files is left to train on: all are in the test set, as is a class's only file"
+        )
     return Split(**sides, classes=tuple(classes), quarantined=bad)
 
 

@@ -48,6 +48,4 @@ def compare_apart(
         warm_up_s = [turn(count) for turn in turns * WARM_UP]
         steps = steps_per_turn(this_machine(device).device, count, warm_up_s)
         measured = measure_pairs(*turns, rng=random.Random(0), steps=steps, confirm=False, **limits)
-    a, b = plans
-    row = {"name": name, "a": a, "b": b, "seconds_a": measured.seconds_a, "seconds_b": measured.seconds_b}
-    return row | {"steps_per_turn": steps} | vars(measured.interval) | {"decision": measured.decision}
+    return measured.as_measurement(name, *plans) | {"steps_per_turn": steps}

@@ -194,14 +194,8 @@ def conclude(
 ) -> Comparison:
     """Return the comparison of A and B by `measured` pairs, of turns of `steps` steps."""
     return Comparison(
-        name=name,
-        a=names[0],
-        b=names[1],
-        seconds_a=measured.seconds_a,
-        seconds_b=measured.seconds_b,
+        **measured.as_measurement(name, *names),
         steps_per_turn=steps,
-        **vars(measured.interval),
-        decision=measured.decision,
         ratio_total=measured.ratio_total,
         long_seconds_a=measured.long_a,
         long_seconds_b=measured.long_b,
@@ -244,5 +238,4 @@ def compare_functions(
         rng=random.Random(0),
         confirm=False,
     )
-    row = {"name": name, "a": a, "b": b, "seconds_a": measured.seconds_a, "seconds_b": measured.seconds_b}
-    return row | vars(measured.interval) | {"decision": measured.decision}
+    return measured.as_measurement(name, a, b)

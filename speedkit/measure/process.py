@@ -58,6 +58,7 @@ def new_process(make: Callable[..., Any], *arguments: Any, **options: Any) -> It
         send(process.stdin, (make, arguments, options))
 
         def call(*arguments: Any, **options: Any) -> Any:
+            """Call the function there. Raises SpeedkitError where that fails."""
             send(process.stdin, (arguments, options))
             try:
                 failed, answer = pickle.load(process.stdout)  # type: ignore[arg-type]

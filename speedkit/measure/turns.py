@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speedkit.measure.stats import (
     LOOKS,
@@ -51,6 +51,11 @@ class Pairs(NamedTuple):
     def ratio_total(self) -> float | None:
         """Total time of A over that of B in long turns, in which each step counts alike."""
         return sum(self.long_a) / sum(self.long_b) if self.long_a else None
+
+    def as_measurement(self, name: str, a: str, b: str) -> dict[str, Any]:
+        """Return the row of `measurements` in a record, of what was compared by these names."""
+        row = {"name": name, "a": a, "b": b, "seconds_a": self.seconds_a, "seconds_b": self.seconds_b}
+        return row | vars(self.interval) | {"decision": self.decision}
 
 
 @dataclasses.dataclass

@@ -155,3 +155,12 @@ def test_an_image_that_a_table_names_and_is_not_there_is_found_before_training(t
     path = table(tmp_path, "path,label", "gone.png,a", "lost.png,b")
     with pytest.raises(SpeedkitError, match=r"2 of 2 files cannot be used.*gone.png, lost.png .*No such file"):
         find_items(tmp_path, labels=path, kind="image")
+
+
+def test_a_folder_with_one_file_a_class_leaves_nothing_to_train_on_and_says_so(tmp_path):
+    folder_of_classes(tmp_path, owl=1, frog=1)
+    with pytest.raises(UsageError, match="none of the 2 files is left to train on"):
+        find_items(tmp_path)
+    folder_of_classes(tmp_path, owl=2)
+    split = find_items(tmp_path)
+    assert (len(split.train), len(split.test)) == (1, 2)
