@@ -106,12 +106,12 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     return figure
 
 
-def gains_more(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def larger_gain(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return which of two ratios, by name, is larger, as far as their intervals tell."""
     (a, first), (b, second) = rows.items()
     if first["low"] > second["high"] or second["low"] > first["high"]:
-        return f"{a if first['low'] > second['high'] else b} gains more"
-    return "which gains more is undecided, for the intervals overlap"
+        return f"the larger gain is that of {a if first['low'] > second['high'] else b}"
+    return "which gain is larger is undecided, for the intervals overlap"
 
 
 def mark(axes: Axes, y: int, row: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What lessons show as lines: losses over steps, seconds over steps and epochs, costs over lengths and GPUs."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def break_even(compiled: Mapping[str, tuple[float, Sequence[float]]], *, last: f
 
     Of each plan: the seconds to compile, and those that a step saves at most, likeliest and at least, for its band.
     """
-    figure, panels = side_by_side(title, *[1] * len(compiled))
+    figure, panels = side_by_side(textwrap.fill(title, 75), *[1] * len(compiled))
     ends = [0.0, *(last * each_s - seconds for seconds, saved_s in compiled.values() for each_s in saved_s)]
     low, high = min(ends + [-seconds for seconds, _ in compiled.values()]), max(ends)
     for axes, (name, (seconds, saved_s)), colour in zip(panels, compiled.items(), COLOURS, strict=False):

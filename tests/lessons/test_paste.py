@@ -297,7 +297,9 @@ def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error(capsys):
     with pytest.raises(torch._dynamo.exc.Unsupported):
         paste("23", model=broken, step=lambda: broken(inputs))
     whole = {"by_blocks = True": "by_blocks = False"}
-    with pytest.raises(TypeError, match="class of your own"):
+    one = Net()
+    paste("23", whole, model=one, step=lambda: one(inputs))
+    with pytest.raises(TypeError, match=r"write model = torch.compile\(model"):
         paste("23", whole, model=torch.nn.Sequential(torch.nn.Linear(8, 4)), step=list)
 
 
