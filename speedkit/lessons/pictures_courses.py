@@ -40,7 +40,7 @@ def distances(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
     axes.set(yscale="log", ylim=(1e-5, 3), ylabel="distance from bf16's loss")
     axes.set_xlabel("step (where a line leaves the figure below, there is no difference)")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.5f}".rstrip("0").rstrip(".")))
-    axes.get_legend().remove()
+    axes.legend().remove()  # drawn below instead
     figure.legend(loc="outside lower left", ncols=len(courses))
     return figure
 
