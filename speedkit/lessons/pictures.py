@@ -106,6 +106,14 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     return figure
 
 
+def larger_gain(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return which of two ratios, by name, is larger, as far as their intervals tell."""
+    (a, first), (b, second) = rows.items()
+    if first["low"] > second["high"] or second["low"] > first["high"]:
+        return f"the larger gain is that of {a if first['low'] > second['high'] else b}"
+    return "which gain is larger is undecided, for the intervals overlap"
+
+
 def mark(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
     """Draw a ratio with its interval, hollow where that holds 1."""
     fill = "white" if row["low"] <= 1 <= row["high"] else BLUE

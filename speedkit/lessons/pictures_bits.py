@@ -7,7 +7,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure
 
 COLOURS = {"bf16": GREY, "e4m3": BLUE, "e5m2": GREEN, "INT8": ORANGE}
 CASTS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -26,7 +26,7 @@ def in_format(values: Tensor, name: str, largest: Tensor | float) -> Tensor:
 @style.context(STYLE)
 def digits(formats: Sequence[str] = ("bf16", "e4m3", "e5m2", "INT8")) -> Figure:
     """Return the relative rounding error of numbers in each format, by how far they lie below the tensor's largest."""
-    title = "Floating-point formats keep their digits over many orders, INT8 does not"
+    title = "A thousand times below the largest number INT8 keeps nothing, e4m3 its digits"
     figure, axes = new_figure(3.2, title=title)
     orders = torch.arange(0, 26)
     within = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
@@ -37,7 +37,10 @@ def digits(formats: Sequence[str] = ("bf16", "e4m3", "e5m2", "INT8")) -> Figure:
             errors.append(float(((in_format(values, name, 1.0) - values) / values).abs().mean()))
         axes.plot(orders, errors, "o-", markersize=3, color=COLOURS[name], label=name)
     axes.set(yscale="log", ylim=(5e-4, 1.6), xlabel="binary orders of magnitude below the tensor's largest number")
+    axes.axvline(10, color=INK, linestyle="--")
+    axes.text(10.2, 6e-3, "a thousand times below", color=INK, fontsize=8.5)
     axes.set(ylabel="relative error (1: all is lost)")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(visible=True, axis="both")
     figure.legend(loc="outside lower left", ncols=len(formats))
     return figure

@@ -1,14 +1,16 @@
 """What lessons show as lines: losses over steps, seconds over steps and epochs, costs over lengths and GPUs."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure
+from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure, round_ticks
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
 Row = Mapping[str, Any]
@@ -31,19 +33,36 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 
 
 
 @style.context(STYLE)
+def distances(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
+    """Return how far losses lie from those of one training, by step, a line for each of the others."""
+    figure = losses(courses, title=title)
+    [axes] = figure.axes
+    axes.set(yscale="log", ylim=(1e-5, 3), ylabel="distance from bf16's loss")
+    axes.set_xlabel("step (where a line leaves the figure below, there is no difference)")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.5f}".rstrip("0").rstrip(".")))
+    axes.legend().remove()  # drawn below instead
+    figure.legend(loc="outside lower left", ncols=len(courses))
+    return figure
+
+
+@style.context(STYLE)
 def break_even(compiled: Mapping[str, tuple[float, Sequence[float]]], *, last: float, title: str) -> Figure:
     """Return the seconds that compiling has saved by each step up to `last`: less than none, until it has paid.
 
     Of each plan: the seconds to compile, and those that a step saves at most, likeliest and at least, for its band.
     """
-    figure, axes = new_figure(3.2, title=title)
-    axes.axhline(0, color=GREY, linewidth=2.5, label="eager")
-    for (name, (seconds, saved_s)), colour in zip(compiled.items(), COLOURS, strict=False):
+    figure, panels = side_by_side(textwrap.fill(title, 75), *[1] * len(compiled))
+    ends = [0.0, *(last * each_s - seconds for seconds, saved_s in compiled.values() for each_s in saved_s)]
+    low, high = min(ends + [-seconds for seconds, _ in compiled.values()]), max(ends)
+    for axes, (name, (seconds, saved_s)), colour in zip(panels, compiled.items(), COLOURS, strict=False):
         most, likeliest, least = ([-seconds, last * each_s - seconds] for each_s in saved_s)
-        axes.fill_between([0, last], least, most, facecolor=(colour, 0.15), edgecolor=colour, linestyle="--")
-        axes.plot([0, last], likeliest, color=colour, label=f"{name} (band: 99 % interval)")
-    axes.set(xlim=(0, 0.98 * last))  # or a band's edge would be drawn down the right border, too
-    _finish(axes, xlabel="training steps", ylabel="seconds saved so far")
+        axes.fill_between([0, last], least, most, color=colour, alpha=0.25, linewidth=0, label="99 % interval")
+        axes.plot([0, last], likeliest, color=colour, label=name)
+        axes.axhline(0, color=GREY, linewidth=2.5, label="eager")
+        axes.set(xlim=(0, last), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        _finish(axes, xlabel="training steps", ylabel="seconds saved so far")
     return figure
 
 
@@ -58,7 +77,8 @@ def lengths(rows: Sequence[Row], title: str) -> Figure:
             values = [row[key] / unit for row in mine]
             axes.plot([row["length"] for row in mine], values, "o-", color=colour, label=name)
         _count_in_powers(axes, sorted({row["length"] for row in rows}))
-        axes.set(ylim=(0, None))
+        axes.set_yscale("log")
+        round_ticks(axes.yaxis)
         _finish(axes, xlabel="sequence length, at the same number of tokens", ylabel=label)
     return figure
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from speedkit.measure.stats import paired_interval
 LESSONS = [f"{number:02}" for number in (0, 1, 2, 10, 11, 12, 14, *range(20, 29), 30, 40, 41, 50, 90)]
 PASTE = re.compile(r"## Paste this\n\n.*\n\n```python\n(.*)\n```", re.DOTALL)
 FIRST = re.compile(r"## Paste this\n\n.*?\n\n```python\n(.*?)\n```.*", re.DOTALL)
+PACKED = re.compile(r".*\n```python\n(from torch\.nn\.attention\.varlen.*)\n```", re.DOTALL)
 PROFILER = re.compile(r"PyTorch's own profiler.*\n```python\n(.*)\n```\n.*", re.DOTALL)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="takes g++, to compile or to stand in for a GPU")
 
@@ -297,7 +299,9 @@ def test_compiled_blocks_share_their_code_and_a_graph_break_is_an_error(capsys):
     with pytest.raises(torch._dynamo.exc.Unsupported):
         paste("23", model=broken, step=lambda: broken(inputs))
     whole = {"by_blocks = True": "by_blocks = False"}
-    with pytest.raises(TypeError, match="class of your own"):
+    one = Net()
+    paste("23", whole, model=one, step=lambda: one(inputs))
+    with pytest.raises(TypeError, match=r"write model = torch.compile\(model"):
         paste("23", whole, model=torch.nn.Sequential(torch.nn.Linear(8, 4)), step=list)
 
 
@@ -322,16 +326,17 @@ def test_channels_last_keeps_the_losses_and_names_the_layer_that_undoes_it(capsy
 
 
 @pytest.mark.parametrize("dimensions", [3, 4])
-def test_attention_tells_which_kernel_ran_and_which_refused(capsys, dimensions):
+def test_attention_tells_which_kernel_ran_in_a_step_and_which_refuses(capsys, dimensions):
     query, key, value = torch.randn(3, 2, 4, 16, 8)
     mask = torch.randn((1, 4, 16, 16)[-dimensions:])
-    after = paste("25", query=query, key=key, value=value, mask=mask)
-    ran, *refused = capsys.readouterr().out.splitlines()
-    assert ("flash" in ran) == (dimensions == 4)
+    layer = functools.partial(functional.scaled_dot_product_attention, query, key, value, attn_mask=mask)
+    paste("25", query=query, key=key, value=value, mask=mask, step=lambda: [layer(), layer()])
+    lines = capsys.readouterr().out.splitlines()
+    ran, refused = ([line for line in lines if ("refused" in line) == part] for part in (False, True))
+    assert any(line.startswith("2 ") for line in ran)
+    assert any("flash" in line for line in ran) == (dimensions == 4)
     assert any("FLASH_ATTENTION refused" in line for line in refused) == (dimensions == 3)
     assert any("CUDNN_ATTENTION refused" in line for line in refused)
-    exact = (query @ key.transpose(-2, -1) / 8**0.5 + mask).softmax(-1) @ value
-    assert torch.allclose(after.output, exact, atol=1e-5)
 
 
 def test_the_quiet_loop_learns_the_same_and_reads_where_it_prints(capsys):
@@ -568,6 +573,20 @@ def test_wide_linear_layers_are_multiplied_in_8_bits_and_their_weights_stay(gpu)
     pytest.importorskip("torchao")
     eight, wide_weights = gpu("eight_bits", "H100")
     assert eight == ["blocks.0.linear", "blocks.1.linear"] and all(wide_weights)
+
+
+def packed():
+    query, key, value = torch.randn(3, 2, 4, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    names = {"torch": torch, "query": query, "key": key, "value": value, "lengths": torch.tensor([5, 16]).cuda()}
+    exec(block("25", PACKED), names)
+    names["output"].square().sum().backward()
+    return names["output"].shape, str(names["ends"].dtype)
+
+
+@compiler
+def test_clips_are_packed_for_attention_that_takes_their_ends(gpu):
+    shape, ends = gpu("packed", "H100")
+    assert shape[1:] == (4, 64) and ends == "torch.int32"
 
 
 def computed_twice():
