@@ -13,12 +13,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure, round_ticks
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
+NAN = "the loss is NaN"
 Row = Mapping[str, Any]
 
 
 @style.context(STYLE)
 def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 1) -> Figure:
-    """Return training losses by step, a line for each format or seed, in turns on `panels`; a cross is a NaN."""
+    """Return training losses by step, a line for each format or seed, in turns on `panels`; a cross on top is a NaN."""
     figure, every = side_by_side(title, *[1] * panels)
     for number, (name, values) in enumerate(courses.items()):
         axes = every[number % panels]
@@ -27,7 +28,10 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 
         width = 4.0 if number < panels else 1.5  # seen below a line that lies on it
         axes.plot(range(1, len(values) + 1), values, looks, color=colour, label=name, linewidth=width)
         bad = [step for step, value in enumerate(values, 1) if math.isnan(value)]
-        axes.plot(bad, [0] * len(bad), "x", color=colour, mew=width)
+        named = any(line.get_label() == NAN for line in axes.lines)
+        if bad:  # at the top edge: a NaN has no height
+            at_top = {"transform": axes.get_xaxis_transform(), "clip_on": False, "label": "" if named else NAN}
+            axes.plot(bad, [1.0] * len(bad), "x", color=colour, mew=width, **at_top)
         _finish(axes, xlabel="step", ylabel="loss")
     return figure
 

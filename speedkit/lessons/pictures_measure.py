@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib import style
@@ -63,10 +64,12 @@ def queue(launches: Spans, waits: Spans, kernels: Spans, *, title: str) -> Figur
     figure, axes = new_figure(2.2, ["host", "GPU"])
     for y, spans, colour, name in (
         (0, launches, ORANGE, "the host queues a kernel"),
-        (0, waits, GREY, "it waits"),
+        (0, waits, GREY, "the host waits (the GPU works)"),
         (1, kernels, BLUE, "a kernel at work"),
     ):
         axes.broken_barh(spans, (y - 0.35, 0.7), facecolor=colour, edgecolor="white", label=name)
+    gaps = [(sum(one), other[0] - sum(one)) for one, other in pairwise(kernels) if other[0] > sum(one)]
+    axes.broken_barh(gaps, (0.65, 0.7), facecolor="white", edgecolor=INK, hatch="////", label="the GPU waits")
     axes.set(xlim=(0, None), xlabel="µs")
     add_caption(figure, title)
     return figure
