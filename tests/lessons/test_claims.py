@@ -19,6 +19,7 @@ from speedkit.lessons.claims import (
     answers,
     gather,
     read_claims,
+    same_or_not,
     widened,
 )
 
@@ -61,6 +62,13 @@ def test_rule_on_claims(promise, interval, verdict):
 )
 def test_rule_on_shares_changes_and_rules(promise, value, rule, verdict):
     assert answer_of_value(promise, value, rule=rule) == verdict
+
+
+@pytest.mark.parametrize(("low", "word"), [(1.2, "overlap"), (1.4, "apart")])
+def test_two_intervals_are_told_apart_or_not(low, word):
+    one, other = {"low": 1.0, "high": 1.3}, {"low": low, "high": 1.5}
+    assert word in same_or_not(one, other)
+    assert same_or_not(one, other) == same_or_not(other, one)
 
 
 def test_one_figure_is_read_with_its_tolerance():
