@@ -24,7 +24,8 @@ def sweep(rows: Sequence[Row], title: str) -> Figure:
     for place, row in enumerate(rows[1:], 1):
         axes.plot([place] * 2, [first / row["high"], first / row["low"]], zorder=4, **ON_ALL)
     axes.set_xticks(places, [str(row["workers"]) for row in rows])
-    # A long interval would squeeze all others on an even scale.
-    axes.set(xlabel="workers", ylabel="ms per step: lower is faster", yscale="log", ylim=(measured.min() / 3, None))
+    # A long interval would squeeze all others: it may end beyond the axes.
+    top = 1.1 * max(first / row["low"] for row in rows[1:])
+    axes.set(xlabel="workers", ylabel="ms per step: lower is faster", ylim=(0, min(top, 2.5 * measured.max())))
     figure.legend(loc="outside lower center", ncols=2)
     return figure
