@@ -165,6 +165,7 @@ def test_what_a_word_from_elsewhere_leads_to_is_there():
             from_mapping(Plan, {name: value})
 
 
+@pytest.mark.slow
 def test_a_word_from_elsewhere_is_told_the_one_of_today_wherever_it_is_typed(speedkit):
     for word, (here, note, _) in RENAMED.items():
         name, option = (here, f"--{here.replace('_', '-').replace('=', ' ')}") if here else ("", "")

@@ -77,6 +77,7 @@ def test_the_profile_leaves_its_breakdown(speedkit, recordings, tmp_path):
     assert {"cause", "seconds", "share", "speedup_without"} <= read(out / "breakdown.json")["rows"][0].keys()
 
 
+@pytest.mark.slow
 def test_the_profile_looks_at_a_model_and_a_batch(speedkit, tmp_path, monkeypatch):
     (tmp_path / "sampled.py").write_text(
         "import torch\n"
@@ -148,6 +149,7 @@ except:  # as mpmath has it, which torch imports while a training is set up
 """
 
 
+@pytest.mark.slow
 def test_a_stop_during_an_import_that_catches_whatever_is_raised_ends_the_run(tmp_path):
     (tmp_path / "catching.py").write_text(CATCHES_ALL)
     ended = python("-m", "speedkit", "train", "catching:points", "--out", "run", folder=tmp_path)

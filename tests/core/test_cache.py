@@ -271,6 +271,7 @@ def test_two_builders_at_once_share_the_work_of_one(tmp_path, opened):
     assert opened(many).built == 0 and torch.equal(served(opened(many)), live(many))
 
 
+@pytest.mark.slow
 def test_a_run_says_for_whom_it_waits(tmp_path, opened, monkeypatch):
     monkeypatch.setattr("speedkit.data.cache.WAIT_S", 0.1)
     many = files_workload(tmp_path / "data", 40, wait_s=0.05)

@@ -89,6 +89,7 @@ def test_looks_are_at_the_validation_set_and_the_verdict_at_the_test_set(tmp_pat
     assert last["test/accuracy"] != value == last["validation/accuracy"]
 
 
+@pytest.mark.slow
 def test_a_bar_says_how_much_time_is_left_and_there_is_none_of_nothing(request, tmp_path):
     code = "from tiny import points; from speedkit import fit, Plan; "
     code += f"[fit(points(), None, Plan(cache='ram'), device='cpu', cache_dir='{tmp_path}') for _ in range(2)]"

@@ -126,6 +126,7 @@ def with_bad(bad, **options):
     return dataclasses.replace(points(**options), load=loading, parameters={"size": 8, "bad": sorted(bad)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"cache": "ram"}], ids=str)
 def test_an_unreadable_item_is_left_out_and_named_and_training_goes_on(tmp_path, plan):
     workload = with_bad({"3", "40", "101"})  # two of 96 to train on, one of 32 to test on

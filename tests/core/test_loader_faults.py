@@ -78,6 +78,7 @@ def impatient(monkeypatch):
 ENDS = [(fault, PROCESSES) for fault in FAULTS] + [("stopped", PERSISTENT)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "plan"), ENDS, ids=str)
 @pytest.mark.usefixtures("impatient")
 def test_a_fault_in_a_worker_is_one_sentence_that_names_the_item(fault, plan, capfd):
@@ -179,6 +180,7 @@ def read(item):
     return load(item, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [wait, compute, read])
 def test_what_takes_long_is_no_hang_while_items_come_or_one_is_worked_on(slow, monkeypatch):
     monkeypatch.setattr(batches, "HUNG_S", 1.0)
@@ -195,6 +197,7 @@ def dies_once(item, mark):
     return load(item, 8)
 
 
+@pytest.mark.slow
 def test_a_dead_worker_leaves_a_checkpoint_of_the_last_step_from_which_the_run_goes_on(tmp_path):
     options = {"plan": Plan(workers=1, log_every=1), "device": "cpu", "progress": False}
     whole = fit(points(), **options)

@@ -45,6 +45,7 @@ def course(workload, steps=4, **plan):
     return history.loss, history.evaluation["value"]
 
 
+@pytest.mark.slow
 def test_each_sample_is_made_once_and_targets_beside_the_inputs_are_not_computed_to_open_a_cache():
     data = Pairs(lambda index: (torch.full((6,), float(index)), index % 2))
     workload = from_dataset(linear, data, points(10))
@@ -59,6 +60,7 @@ def test_each_sample_is_made_once_and_targets_beside_the_inputs_are_not_computed
     assert sum(data.asked) - before <= 20 + 8  # once each, and the pilot's
 
 
+@pytest.mark.slow
 def test_a_module_is_trained_from_its_own_weights_and_a_changed_data_set_never_served_from_the_old_cache():
     module = linear()
     for seed in (0, 5):

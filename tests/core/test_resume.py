@@ -112,6 +112,7 @@ def test_with_all_of_them_damaged_nothing_is_made_up(stopped):
         trained(lively(), out=stopped, resume=True, plan=PLAN)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_is_gone_on_from(stopped):
     path = stopped / checkpoint_file.NAME
     state = checkpoint_file.read(path)

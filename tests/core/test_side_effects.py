@@ -47,6 +47,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_format")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("plan", PLANS)

@@ -193,6 +193,7 @@ def test_so_does_a_rank_of_several_with_what_it_sends_the_others():
     check("text", "sm_90", RANKS)
 
 
+@pytest.mark.slow
 def test_what_reads_a_number_back_in_each_step_is_counted_as_a_wait():
     plans = {"cache on the device": PLANS["cache on the device"]}
     row = run("course:courses", COUNTED_ON["sm_90"], name="text", plans=plans, read_back=True)["cache on the device"]
@@ -231,6 +232,7 @@ def test_a_training_evaluates_keeps_checkpoints_and_goes_on_from_them(name):
     assert (logs, evaluations, device, resumed_from) == (5, 3, "cuda", 8)
 
 
+@pytest.mark.slow
 def test_group_norm_stays_in_the_format_of_its_input():
     rows = run("course:group_norms", COUNTED_ON["sm_90"])
     for (given, returned, left_bytes), (_, wide, wide_bytes) in zip(rows[::2], rows[1::2], strict=True):
@@ -256,6 +258,7 @@ def test_a_real_gpu_is_asked_for_the_same(name, request):
             assert row["peak_bytes"] >= 0.98 * before["peak_bytes"], plan  # cuDNN's workspaces come on top
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(reason="cuDNN's frontend asks more of an engine for attention than the stand-in offers", strict=True)
 def test_attention_of_cudnn_runs():
     row = run("course:attention_of_cudnn", COUNTED_ON["sm_90"])
@@ -292,6 +295,7 @@ def test_what_the_stand_in_does_not_know_is_named(tmp_path):
         run("speedkit.lab.script.dry:counted_script", COUNTED_ON["sm_90"], script=str(script), argv=[])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "ends"), [("assert read < 0", "AssertionError"), ("os._exit(3)", "ended with 3")])
 def test_a_script_that_insists_on_a_number_of_the_gpu_is_told_the_line_that_read_it(tmp_path, script, ends):
     path = tmp_path / "script.py"
@@ -300,6 +304,7 @@ def test_a_script_that_insists_on_a_number_of_the_gpu_is_told_the_line_that_read
         run("speedkit.lab.script.dry:counted_script", COUNTED_ON["sm_90"], script=str(path), argv=[])
 
 
+@pytest.mark.slow
 def test_an_error_in_that_process_is_told_with_its_lines():
     with pytest.raises(SpeedkitError, match=r"math:nothing on Tesla T4 failed:\n(.*\n)*AttributeError"):
         run("math:nothing", COUNTED_ON["sm_75"])

@@ -114,6 +114,7 @@ def test_longer_samples_fit_in_smaller_batches_and_as_many_workers_load_as_a_ste
     assert half["micro_batch"] == 32 and 32 * half["largest_length"] == pytest.approx(most, rel=0.1)
 
 
+@pytest.mark.slow
 def test_of_a_model_with_a_sample_batch_the_largest_batch_that_fits_is_found():
     found = dry_run(load_workload("test_dry_run:with_a_batch"), "careful", "T4")
     assert found["micro_batch"] == 4 < found["largest_micro_batch"] and found["memory"]["weights"] == 4 * 1025 * HIDDEN
@@ -161,6 +162,7 @@ def in_a_notebook():
     return nested
 
 
+@pytest.mark.slow
 def test_a_model_of_a_notebook_is_handed_over_or_is_one_sentence(monkeypatch):
     assert dry_run(in_a_notebook(), "baseline", "T4")["memory"]["weights"] == 4 * (1024 * 10 + 10)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
@@ -200,6 +202,7 @@ def script(tmp_path, monkeypatch):
     return "train.py"
 
 
+@pytest.mark.slow
 def test_a_script_that_nobody_edits_runs_until_a_step_was_counted(speedkit, script, tmp_path):
     code, printed, _ = speedkit("dry-run", "--gpu", "A100-40", "--out", "out", script, "4096", "1000", "cuda")
     assert code == 0 and "train.py, plan of the script" in printed

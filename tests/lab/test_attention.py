@@ -72,6 +72,7 @@ def test_compiled_code_follows_the_plan_though_another_plans_model_was_compiled_
         assert ran_in_training(compile="default", compile_scope=scope, attention=asked) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "checkpointing"), [("math", "blocks"), ("flash", "selective")])
 def test_what_is_recomputed_uses_the_same_kernel(asked, checkpointing):
     assert ran_in_training(checkpointing=checkpointing, attention=asked) == {asked}
@@ -89,6 +90,7 @@ def refusing(times):
     return calling(points(train=32), refuse), allowed
 
 
+@pytest.mark.slow
 def test_what_cudnn_refuses_is_repeated_once_without_its_attention():
     workload, allowed = refusing(times=1)
     history = trained(workload, plan=Plan(log_every=1))

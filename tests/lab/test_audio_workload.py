@@ -58,6 +58,7 @@ def test_features_of_a_batch_are_those_of_its_waveforms(device):
     assert not batch[2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_net_has_the_width_and_depth_that_are_asked_for(name):
     work = load_workload(name, **WORKLOADS[name], width=96, depth=3)

@@ -33,6 +33,7 @@ def test_mixup_mixes_inputs_by_the_weights_it_returns():
         assert abs((weight - 0.5).square().mean() * 4 * (2 * alpha + 1) - 1) < 0.03
 
 
+@pytest.mark.slow
 def test_training_mixes_what_the_recipe_says_in_parts_of_a_batch_too():
     def losses(mixup=0.0, **plan):
         workload = dataclasses.replace(points(augment=jitter, mixup=mixup), loss=audio.loss, honours=("mixup",))

@@ -23,6 +23,7 @@ def remove(path, _):
     path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:an entry in .* is not as it was written")
 @pytest.mark.parametrize("name", ["index.bin", "values.bin"])
 @pytest.mark.parametrize(("kind", "every"), [(flip, 1), (os.truncate, 1), (remove, 1000)])  # a file is removed once

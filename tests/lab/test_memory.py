@@ -36,6 +36,7 @@ assert before > 1000 and faults() < before / 10
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not this_machine("cpu").supports("mallopt"), reason="mallopt is glibc's")
 def test_tensors_take_no_page_faults_once_freed_memory_is_kept():
     subprocess.run([sys.executable, "-c", CODE], check=True)

@@ -71,6 +71,7 @@ def by_papermill(path, *words):
 LONG_WAY = [pytest.param(typo, marks=pytest.mark.slow) for typo in ("guide's name", "text of a number")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typo", ["name", "text", *LONG_WAY])
 def test_a_typo_through_papermill_is_an_error_in_the_first_cell(typo, tmp_path):
     words, why = TYPOS[typo]
@@ -120,6 +121,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_run_that_fails_leaves_the_old_file_and_nothing_running(failure, tmp_path):
     source, says = FAILURES[failure]

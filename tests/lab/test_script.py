@@ -97,6 +97,7 @@ def test_a_script_learns_the_same_bits_with_its_own_arguments(source, tmp_path):
     assert profiled.startswith(alone) and alone.startswith("losses [")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code", "words"),
     [
@@ -124,11 +125,13 @@ pool.join()
 """
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_script_end_when_it_tells_them_to(tmp_path):
     result = run(tmp_path, POOL + STEPS, *PROFILE)
     assert result.returncode == 0 and "breakdown.json" in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_forks_and_leaves_at_once_in_its_second_loop_is_profiled_once(tmp_path):
     result = run(
         tmp_path, "import sys\nprint('read', sys.stdin.read())" + FORKS + STEPS + SECOND_LOOP + "os._exit(7)", *PROFILE

@@ -57,6 +57,7 @@ def test_files_hold_the_items_and_a_larger_set_begins_with_the_smaller(generate,
     assert {path: path.stat().st_mtime_ns for path in others} == before
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_it_at_once_and_leaves_whole_files_only(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
     # A shell's background job ignores Ctrl-C, and hands that on.

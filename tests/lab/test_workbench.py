@@ -32,6 +32,7 @@ def queue(launch_us):
 pictures.with_sliders(ipywidgets.FloatLogSlider, queue, launch_us=10.0)"""
 
 
+@pytest.mark.slow
 def test_news_of_a_plan_come_in_the_order_in_which_they_are_known():
     news = []
     explore_plan(points(), Plan(fused_optimizer=True, prefetch=True), tell=news.append, device="cpu")

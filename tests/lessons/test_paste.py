@@ -538,6 +538,7 @@ def copied_ahead():
     return shapes, dict(counts.names["memcpy"]), counts["sync"]
 
 
+@pytest.mark.slow
 @compiler
 def test_batches_are_copied_from_page_locked_memory_and_nobody_waits(gpu):
     shapes, copies, waits = gpu("copied_ahead", "H100")
@@ -552,6 +553,7 @@ def mixed():
     return str(after.dtype), after.scaler.is_enabled(), [*map(str, kinds)], torch.backends.cuda.matmul.allow_tf32
 
 
+@pytest.mark.slow
 @compiler
 @pytest.mark.parametrize(("name", "dtype", "scaled"), [("T4", "float16", True), ("H100", "bfloat16", False)])
 def test_a_gpu_gets_the_16_bits_that_it_has_units_for(gpu, name, dtype, scaled):
@@ -602,6 +604,7 @@ def computed_twice():
     return after.before, after.peak_mb()
 
 
+@pytest.mark.slow
 @compiler
 def test_the_peak_before_and_after_is_that_of_a_step(gpu):
     before, after = gpu("computed_twice", "H100")
@@ -617,6 +620,7 @@ def too_large():
     return [*paste("20", **names).took_s]
 
 
+@pytest.mark.slow
 @compiler
 def test_what_does_not_fit_ends_the_doubling(gpu):
     tried = gpu("too_large", "H100")

@@ -29,6 +29,7 @@ def compared(loss, *, workers=0):
     return compare_apart(work, plans, recipe=work.recipe, name="both", device="cpu", pairs=4, looks=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_plan_trains_in_a_process_of_its_own_that_ends(workers, tmp_path, monkeypatch):
     processes = tmp_path / "processes"
@@ -41,11 +42,13 @@ def test_each_plan_trains_in_a_process_of_its_own_that_ends(workers, tmp_path, m
     assert not [pid for pid in seen if psutil.pid_exists(int(pid))]
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_in_its_process_is_one_sentence():
     with pytest.raises(SpeedkitError, match="failed in a new process: ZeroDivisionError: planted"):
         compared(failing)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_begin_in_its_process_is_one_sentence():
     work = dataclasses.replace(tiny.points(train=64), model=failing)  # which takes arguments
     plans = {"baseline": Plan(), "final": Plan(log_every=5)}

@@ -185,6 +185,7 @@ def busy_features(waveform):
     return waveform
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_slow_pipeline_is_found_by_the_breakdown_and_said_in_words(device, tmp_path):
     slow, trace = dataclasses.replace(points(), features=busy_features), tmp_path / "trace.json"

@@ -82,6 +82,7 @@ def test_counting_counts_the_plain_model_and_leaves_a_compiled_run_compiled(monk
     assert counted.moved_bytes.keys() > counted.flops.keys()
 
 
+@pytest.mark.slow
 def test_peaks_are_measured_and_kept_per_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDKIT_CACHE_DIR", str(tmp_path))
     machine = this_machine("cpu")

@@ -111,6 +111,7 @@ def state(loop):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", ["data wait", "forward", "backward", "other host work", "evaluation"])
 def test_what_was_planted_is_in_its_row(part, device, capsys):

@@ -192,6 +192,7 @@ def test_the_last_look_spends_the_error_that_is_left_where_the_time_is_up():
     assert len(trained["final"]) == 3 and trained.items() >= expected.items()
 
 
+@pytest.mark.slow
 def test_a_shorter_schedule_is_trained_for_real_and_the_quality_says_what_share_it_was():
     work = tiny.points(train=640, test=400, epochs=6)
     said = []

@@ -294,6 +294,7 @@ def test_whole_trainings_are_stalled_that_take_longer_than_the_interval_of_short
     assert stalled(final, {"training_step_s": steps}) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_format")
 def test_a_change_that_costs_now_and_then_is_dropped_when_each_is_confirmed(monkeypatch):
     """By a clock that stands still but in the loss, which takes long in each 20th step of a training in bfloat16."""
@@ -317,6 +318,7 @@ def test_a_change_that_costs_now_and_then_is_dropped_when_each_is_confirmed(monk
     assert plan.precision == "default" and of.state["measurements"][1]["long_seconds_b"]
 
 
+@pytest.mark.slow
 def test_a_workload_that_cannot_be_sent_to_another_process_is_compared_in_this_one():
     said = []
     of = job(dataclasses.replace(tiny.points(train=64), loss=lambda *arguments: tiny.loss(*arguments)))
@@ -334,6 +336,7 @@ def slowly(load, item):
     return load(item)
 
 
+@pytest.mark.slow
 def test_tuning_keeps_only_what_is_proven_and_leaves_all_of_its_sections(tmp_path, capsys):
     work, options = tiny.points(train=64, test=32, epochs=8), OPTIONS | {"out": tmp_path / "tune", "progress": True}
     work = dataclasses.replace(work, load=functools.partial(slowly, work.load))

@@ -78,6 +78,7 @@ def test_each_package_that_may_be_missing_is_in_its_extra():
         assert names & PACKAGES.get(package, {package}), (package, extra)  # which make setup-all may still have to add
 
 
+@pytest.mark.slow
 def test_a_torchaudio_for_another_torch_is_one_sentence(tmp_path):
     (tmp_path / "torchaudio.py").write_text("raise OSError('Could not load this library:\\n_torchaudio.so')")
     done = python("-m", "speedkit", "train", "speech", folder=tmp_path)

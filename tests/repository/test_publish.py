@@ -51,6 +51,7 @@ def write_record(folder, machine, name, **changes):
     return path
 
 
+@pytest.mark.slow
 def test_batch_sizes_are_those_that_steps_take():
     folder = ROOT / "notebooks"
     rows = {(row["workload"], row["size"]): row for row in read_json(folder / batch_sizes.COUNTED)}
@@ -66,6 +67,7 @@ def test_machines_have_readable_folders():
     assert device_slug({"cpu": "Intel(R) Xeon(R)", "cores": 2}) == "cpu-intel-xeon-2-cores"
 
 
+@pytest.mark.slow
 def test_publishing_keeps_what_worked_and_deletes_what_other_machines_left_of_older_code(folder, monkeypatch):
     monkeypatch.setenv("SPEEDKIT_SCALE", "smoke")  # what is published is never a smoke run
     older = write_record(folder, "there", "21_tiny", commit="0123456")

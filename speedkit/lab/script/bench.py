@@ -89,6 +89,8 @@ class Bench:
         if inspect.getgeneratorstate(profile.observation) == inspect.GEN_CLOSED:  # it has been looked at closely
             self.looked = True
             self.handover.step_ended()
+            if self.handover.decided:  # and the script runs on
+                self.apply({})
 
     def _begin(self) -> None:
         """Get hold of the loop that was found. Only in the first run it is looked at closely."""

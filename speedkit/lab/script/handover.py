@@ -37,6 +37,7 @@ class Handover:
         self.error: Exception | None = None  # of the tuning itself
         self.over = False  # no more steps are made
         self.decided = False  # no more are needed
+        self.to_the_end = False  # the script is run to its end all the same, without what was switched on
         self.steps = 0
 
     # ---- the tuning's thread ----
@@ -65,7 +66,7 @@ class Handover:
     # ---- the script's thread ----
 
     def step_ended(self) -> None:
-        """Go on with the work. Raises SystemExit once everything is decided."""
+        """Go on with the work. Raises SystemExit once everything is decided, unless the script is run to its end."""
         self.steps += 1
         if self.thread.ident is None:
             self.thread.start()
@@ -86,7 +87,8 @@ class Handover:
                 answer = (None, error)
             self.work = None
             self.answers.put(answer)
-        raise SystemExit(0)
+        if not self.to_the_end:
+            raise SystemExit(0)
 
     def interrupt(self, why: Exception) -> None:
         """Answer what is being worked at with an error: the script makes no more steps of it."""

@@ -89,12 +89,14 @@ class ScriptTuning:
         bench = tuning.bench
         plan = bench.plan
         bench.plan = {}
+        handover.to_the_end = False
         if handover.decided or handover.over or not bench.looked:
             return False
         if isinstance(ended, Exception):
             failure = f"{type(ended).__name__}: {ended}"
             if plan and failure != self.failure:  # the same once more would be the script's own
                 self.failure = failure
+                handover.to_the_end = True  # where it may fail by itself
                 handover.interrupt(SwitchFailed(failure))
                 return True
             if bench.runs == 1 or steps:
