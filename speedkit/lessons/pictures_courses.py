@@ -30,8 +30,9 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 
         bad = [step for step, value in enumerate(values, 1) if math.isnan(value)]
         named = any(line.get_label() == NAN for line in axes.lines)
         if bad:  # at the top edge: a NaN has no height
-            at_top = {"transform": axes.get_xaxis_transform(), "clip_on": False, "label": "" if named else NAN}
-            axes.plot(bad, [1.0] * len(bad), "x", color=colour, mew=width, **at_top)
+            label = "" if named else NAN
+            [crosses] = axes.plot(bad, [1.0] * len(bad), "x", color=colour, mew=width, label=label, clip_on=False)
+            crosses.set_transform(axes.get_xaxis_transform())
         _finish(axes, xlabel="step", ylabel="loss")
     return figure
 
