@@ -30,9 +30,16 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 
         bad = [step for step, value in enumerate(values, 1) if math.isnan(value)]
         named = any(line.get_label() == NAN for line in axes.lines)
         if bad:  # at the top edge: a NaN has no height
-            label = "" if named else NAN
-            [crosses] = axes.plot(bad, [1.0] * len(bad), "x", color=colour, mew=width, label=label, clip_on=False)
-            crosses.set_transform(axes.get_xaxis_transform())
+            axes.plot(
+                bad,
+                [1.0] * len(bad),
+                "x",
+                color=colour,
+                mew=width,
+                transform=axes.get_xaxis_transform(),
+                clip_on=False,
+                label="" if named else NAN,
+            )
         _finish(axes, xlabel="step", ylabel="loss")
     return figure
 
