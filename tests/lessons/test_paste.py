@@ -335,6 +335,8 @@ def test_attention_tells_which_kernel_ran_in_a_step_and_which_refuses(capsys, di
     ran, refused = ([line for line in lines if ("refused" in line) == part] for part in (False, True))
     assert any(line.startswith("2 ") for line in ran)
     assert any("flash" in line for line in ran) == (dimensions == 4)
+    exact = (query @ key.transpose(-2, -1) / 8**0.5 + mask).softmax(-1) @ value
+    assert torch.allclose(layer(), exact, atol=1e-5)
     assert any("FLASH_ATTENTION refused" in line for line in refused) == (dimensions == 3)
     assert any("CUDNN_ATTENTION refused" in line for line in refused)
 
