@@ -71,7 +71,7 @@ def masks(folder: Path) -> None:
 
     rng = np.random.default_rng(0)
     for name in ("imgs", "masks"):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
     for number in range(60):
         pixels = rng.integers(0, 255, (96, 128, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "imgs" / f"{number}.jpg")
@@ -86,7 +86,7 @@ def sentences(count: int) -> list[str]:
 
 def words(folder: Path) -> None:
     """Write text for training, validation and test."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", 3000), ("valid", 300), ("test", 300)):
         (folder / f"{part}.txt").write_text("\n".join(sentences(count)))
 
@@ -98,7 +98,7 @@ def chars(path: Path) -> None:
 
 def texts(folder: Path) -> None:
     """Write a data set of texts in JSON."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rows = [json.dumps({"text": text}) for text in sentences(240)]
     (folder / "train.jsonl").write_text("\n".join(rows))
 
@@ -143,7 +143,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "gpt": gpt,
     "unet": unet,
     "run": run_first,
-    "folder": Path.mkdir,
+    "folder": functools.partial(Path.mkdir, exist_ok=True),
 }
 
 
