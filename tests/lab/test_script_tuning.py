@@ -382,6 +382,33 @@ def test_learning_the_same_is_told_from_learning_something_else_and_from_what_ca
     assert not drawn["tested"] and "cannot be repeated" in drawn["why"]
 
 
+def test_noise_that_is_drawn_after_a_batch_is_drawn_again_wherever_an_epoch_begins():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    loader = torch.utils.data.DataLoader(Items(), 8, shuffle=True)  # five batches, whose order is drawn
+    loaders = {}
+    feed = Feed(loop_of(net, optimizer, loader), loaders, this_machine("cpu"))
+    learning = Learning([net], [optimizer], feed, lambda plan: None)
+    work = learning.test({})
+    with feed.installed():
+        while True:
+            batches = iter(loader)
+            loaders[id(batches)] = loader
+            for inputs in batches:
+                loss = (net(inputs) - torch.randn(len(inputs), 1)).square().mean()
+                if learning.losses is not None:
+                    learning.losses.append(loss.detach())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                try:
+                    next(work)
+                except StopIteration as end:
+                    assert end.value["passed"] and end.value["losses"] == end.value["reference"]
+                    return
+
+
 def test_a_tuning_and_a_script_take_turns_and_each_end_reaches_the_other():
     found = queue.SimpleQueue()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class Bench:
         self.learning: Learning
         self.stack = contextlib.ExitStack()
         self.runs = 0
+        self.run_steps = math.inf  # of a whole run, once it is known
         self.process = os.getpid()
         self.looked = False  # closely, at the loop of a run
         self.compiled = False  # by the script itself
@@ -114,7 +116,7 @@ class Bench:
             forwards=[Forward(model, profile.timeline) for model in profile.models],
         )
         self.plugged = Plugged(self.loop.switches())
-        self.learning = Learning(profile.models, self.loop.optimizers, feed, self.apply)
+        self.learning = Learning(profile.models, self.loop.optimizers, feed, self.apply, run_steps=self.run_steps)
 
     def close(self) -> None:
         """Leave the loop as the script has it, and let go of it."""

@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from speedkit.data.batches import kill, set_running, workers_of
 from speedkit.data.own_loader import LOADER_OPTIONS, MemoryDataset, is_plain, own_way, why_not_kept
 from speedkit.lab.script.profile import takes_from
+from speedkit.lab.script.random_states import RandomStates, random_states, restore_random
 from speedkit.machine import Hardware
 from speedkit.measure.optimizations import Change
 from speedkit.measure.optimizations import workers as workers_for
@@ -57,8 +58,8 @@ class Feed:
         self.own: Any = None  # the script's latest iterator
         self.mixed = False  # batches of several
         self.given: Counter[int] = Counter()  # batches of the script's iterators
-        self.record: list[Any] | None = None
-        self.replay: deque[Any] | None = None
+        self.record: list[tuple[Any, RandomStates]] | None = None
+        self.replay: deque[tuple[Any, RandomStates]] | None = None
 
     # ---- what can be tried ----
 
@@ -189,7 +190,9 @@ class Feed:
             first = not self.given[id(batches)]
             self.given[id(batches)] += 1
             if self.replay:
-                batch = copy.deepcopy(self.loop.next_batch(deque.popleft, self.replay))
+                kept, states = self.loop.next_batch(deque.popleft, self.replay)
+                batch = copy.deepcopy(kept)
+                restore_random(states)  # which an epoch that begins elsewhere would leave another
             elif self.stream is not None:
                 batch = self.loop.next_batch(next, self.stream)
             elif first and batches._num_workers:
@@ -197,7 +200,8 @@ class Feed:
             else:
                 batch = fetch(batches)
             if self.record is not None:
-                self.record.append(copy.deepcopy(batch))  # the loop may work in place, or take parts out
+                kept = copy.deepcopy(batch)  # the loop may work in place, or take parts out
+                self.record.append((kept, random_states()))
             return batch
 
         return next_batch

@@ -1,18 +1,17 @@
 """Does a script learn the same under a plan? Losses of the same batches from the same weights, against other batches.
 
 Weights, the optimizer's state and random states are put back between. A script that draws its batches draws them again;
-those of a DataLoader are given again.
+those of a DataLoader are given again, each with the random states that it came with.
 """
 
 import copy
 import dataclasses
 import itertools
-import random
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,11 +19,14 @@ from torch.optim import Optimizer
 from speedkit.lab.script.feed import Feed
 from speedkit.lab.script.handover import Work
 from speedkit.lab.script.models import weights_of
+from speedkit.lab.script.random_states import RandomStates, random_states, restore_random
 from speedkit.measure.optimizations import Change
 from speedkit.measure.quality import mean_difference, same_losses
 
-STEPS = 16  # whose losses are compared
+STEPS = 16  # whose losses are compared, fewer where a run of the script has not as many for each phase
+LEAST_STEPS = 6
 AHEAD = 2  # before these: a loop may have fetched the batches of so many steps
+PHASES = 4  # of a test: some batches, these again, others, and the first ones under a plan
 FAITHFUL = 0.25  # of what other batches make of the losses, that a replay may miss them by
 Row = dict[str, Any]
 
@@ -80,37 +82,33 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(group[name]) for name in ("lr", "momentum", "betas", "weight_decay") if name in group}
 
 
-def random_states() -> tuple[Any, ...]:
-    """Return the states of all random numbers that a script may draw."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), gpus, random.getstate(), np.random.get_state()  # noqa: NPY002 - scripts draw from it
-
-
-def restore_random(states: tuple[Any, ...]) -> None:
-    """Put random states back."""
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
-    random.setstate(states[2])
-    np.random.set_state(states[3])  # noqa: NPY002
-
-
 @dataclasses.dataclass
 class Learning:
-    """The test of a script's run: `apply` switches to a plan, `losses` collects them while it is a list."""
+    """The test of a script's run: `apply` switches to a plan, `losses` collects them while it is a list.
+
+    `run_steps` is how many steps a run makes.
+    """
 
     models: Sequence[nn.Module]
     optimizers: list[Optimizer]
     feed: Feed
     apply: Callable[[Change], Any]
+    run_steps: float = math.inf
     losses: list[Tensor] | None = None
     give_back: Callable[[], None] | None = None  # the schedule's options, after a step
     snapshot: Snapshot | None = None
     batches: list[Any] = dataclasses.field(default_factory=list)
-    states: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)  # random, at the begin of each step
+    states: list[RandomStates] = dataclasses.field(default_factory=list)  # random, at the begin of each step
     plain: list[float] = dataclasses.field(default_factory=list)
     others: list[float] = dataclasses.field(default_factory=list)  # of other batches
     why_not: str = ""
+
+    @property
+    def steps(self) -> int:
+        """How many steps' losses are compared."""
+        if math.isinf(self.run_steps):
+            return STEPS
+        return max(LEAST_STEPS, min(STEPS, int(self.run_steps - 1) // PHASES - AHEAD))
 
     def before_step(self) -> None:
         """Hold the options of the snapshot, while losses are compared."""
@@ -167,7 +165,7 @@ class Learning:
         elif again:
             self.feed.replay = deque(self.batches)
         try:
-            for step in range(AHEAD + STEPS):
+            for step in range(AHEAD + self.steps):
                 if step == AHEAD:
                     self.snapshot.restore()
                     self.losses = []

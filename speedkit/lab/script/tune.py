@@ -106,7 +106,7 @@ class ScriptTuning:
             tuning.notes.append(f"the script cannot be run twice in one process{ending}, and its loop was too short")
             raise SystemExit(0)
         if bench.runs == 1:
-            tuning.run_steps = steps
+            bench.run_steps = steps
             tell("the loop was over before all was decided: the script is run again, silently, as often as it takes")
         handover.interrupt(NewRun())
         return True

@@ -67,7 +67,6 @@ class Tuning:
         self.gains: dict[str, Gain] = {}
         self.own: Change = {"workers": 0, "persistent_workers": False}  # fields that the script sets by itself
         self.waiting: list[Candidate] = []
-        self.run_steps = math.inf  # of a whole run, once it is known
 
     # ---- from top to bottom, in a thread of its own ----
 
@@ -196,10 +195,10 @@ class Tuning:
             row["why"] = f"faster, but whether it learns the same was not tested: {learns['why']}"
         elif not row["kept"]:
             row["why"] = f"faster, but learns something else: {learns['why']}"
-        elif row.get("pays_from_step", 0) > self.run_steps:
+        elif row.get("pays_from_step", 0) > self.bench.run_steps:
             row["kept"] = False
             row["why"] = (
-                f"faster, but pays only after {row['pays_from_step']:,} steps; this run makes {self.run_steps:,}"
+                f"faster, but pays only after {row['pays_from_step']:,} steps; this run makes {self.bench.run_steps:,}"
             )
         return row
 
