@@ -87,7 +87,7 @@ def profile(workload: str, arguments: tuple[str, ...], plan: str, **values: Any)
     read_trace = values["read_trace"]
     if (read_trace is None) == (not workload):
         raise UsageError("name a WORKLOAD, a SCRIPT or --read-trace FILE, one of them")
-    refuse_words_of_scripts(arguments)
+    refuse_words_of_scripts(arguments, "stop", "hang")
     if read_trace is not None:
         breakdown = profile_trace(Path(read_trace))
         folder = claim_folder(values["out"], "profile")

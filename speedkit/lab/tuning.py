@@ -35,6 +35,7 @@ from speedkit.train.progress import wanted
 from speedkit.workload import Workload
 
 BUDGET_S = 240.0  # of a tuning on a machine of its own
+BUDGETS_S = {"speech": 360.0}  # of what needs longer trainings before its quality is decided
 
 
 @stop_in_words()
@@ -82,7 +83,7 @@ def tune(
             workload=workload,
             recipe=recipe,
             hardware=hardware,
-            budget_s=budget_s or usual_budget_s(hardware),
+            budget_s=budget_s or usual_budget_s(hardware, workload.name),
             horizon=horizon or horizon_of(recipe, len(workload.train), hardware),
             pairs=pairs,
             seeds=seeds,
@@ -99,12 +100,13 @@ def tune(
     return TuningRecord(record)
 
 
-def usual_budget_s(hardware: Hardware, look: Callable[[], Mapping[str, float]] = others) -> float:
-    """Return the seconds of a tuning where nobody says: up to twice BUDGET_S where others use a CPU's cores."""
+def usual_budget_s(hardware: Hardware, workload: str, *, look: Callable[[], Mapping[str, float]] = others) -> float:
+    """Return the seconds of a tuning where nobody says: up to twice as many where others use a CPU's cores."""
+    budget_s = BUDGETS_S.get(workload, BUDGET_S)
     if hardware.device.type != "cpu":
-        return BUDGET_S
+        return budget_s
     left = threads_beside(sum(look().values()), hardware.threads)
-    return BUDGET_S * min(2.0, hardware.threads / left)
+    return budget_s * min(2.0, hardware.threads / left)
 
 
 class TuningRecord(dict[str, Any]):

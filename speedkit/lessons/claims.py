@@ -67,9 +67,14 @@ def answer_of_value(promise: tuple[float, float], value: float, *, rule: bool) -
     return "smaller" if value < low else "larger"
 
 
+def overlap(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether the intervals of two comparisons share a value."""
+    return bool(one["low"] <= other["high"] and other["low"] <= one["high"])
+
+
 def same_or_not(one: Row, other: Row) -> str:
     """Return what the intervals of two comparisons show of their difference."""
-    if one["low"] <= other["high"] and other["low"] <= one["high"]:
+    if overlap(one, other):
         return "The two intervals overlap: no difference is shown."
     return "The two intervals lie apart: the difference is shown."
 

@@ -30,6 +30,7 @@ from speedkit.lab.figures import (
     round_ticks,
     write_beside,
 )
+from speedkit.lessons.claims import overlap
 from speedkit.measure.compare import Comparison
 
 DRAWINGS = Path(__file__).with_name("drawings")
@@ -109,9 +110,9 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 def larger_gain(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return which of two ratios, by name, is larger, as far as their intervals tell."""
     (a, first), (b, second) = rows.items()
-    if first["low"] > second["high"] or second["low"] > first["high"]:
-        return f"the larger gain is that of {a if first['low'] > second['high'] else b}"
-    return "which gain is larger is undecided, for the intervals overlap"
+    if overlap(first, second):
+        return "which gain is larger is undecided, for the intervals overlap"
+    return f"the larger gain is that of {a if first['low'] > second['high'] else b}"
 
 
 def mark(axes: Axes, y: int, row: Mapping[str, Any]) -> None:

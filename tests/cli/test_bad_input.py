@@ -80,6 +80,8 @@ BAD_INPUT = {
     "profile --plan fast train.py": "--plan is for a workload",
     "profile missing.py": "there is no script missing.py",
     "profile audio extra": "'extra' is one argument too many",
+    "profile audio --stop": "--stop is for a script, NAME.py",
+    "profile audio --hang 5s": "--hang is for a script, NAME.py",
     # Notebooks.
     "run 77": 'there is no notebook "77"|01_measure',
     "run 01 -p no_such 3": 'no parameter "no_such"|it has',

@@ -55,9 +55,10 @@ def test_what_is_made_of_a_tuning_s_record_is_part_of_its_budget():
 def test_a_tuning_takes_longer_where_others_use_the_cores():
     two, gpu = Hardware(threads=2), Hardware(threads=2, device=torch.device("cuda"))
     for used, budget_s in ((0.0, 240.0), (0.2, 240.0), (1.0, 480.0)):
-        assert usual_budget_s(two, lambda used=used: {"encoder": used}) == budget_s
-    assert usual_budget_s(gpu, lambda: {"encoder": 1.0}) == 240.0
-    assert usual_budget_s(Hardware(threads=64), lambda: {"encoder": 60.0}) == 480.0
+        assert usual_budget_s(two, "mine", look=lambda used=used: {"encoder": used}) == budget_s
+    assert usual_budget_s(gpu, "mine", look=lambda: {"encoder": 1.0}) == 240.0
+    assert usual_budget_s(Hardware(threads=64), "mine", look=lambda: {"encoder": 60.0}) == 480.0
+    assert usual_budget_s(gpu, "speech") == 360.0
 
 
 def test_plans_are_compared_by_their_names():
