@@ -346,16 +346,17 @@ def test_the_kernels_of_attention_that_a_patch_allows_are_those_that_were_measur
     assert allowed[0] == allowed[1]
 
 
-def learn(apply_to, *, moving=False):
-    """Drive the test of what is learned in a loop of its own; `apply_to` gets the net and what is switched on."""
+def learn(apply_to, *, moving=False, run_steps=5 + 4 * (AHEAD + STEPS)):
+    """Drive the test of what is learned in a loop of so many steps; `apply_to` gets the net and what is switched on."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
     loop = loop_of(net, optimizer)
-    learning = Learning([net], [optimizer], Feed(loop, {}, this_machine("cpu")), lambda plan: apply_to(net, plan))
+    feed = Feed(loop, {}, this_machine("cpu"))
+    learning = Learning([net], [optimizer], feed, lambda plan: apply_to(net, plan), run_steps=run_steps)
     work = learning.test({"on": True})
     drawn = torch.Generator().manual_seed(1)
-    for step in range(5 + 4 * (AHEAD + STEPS)):
+    for step in range(run_steps):
         learning.before_step()
         inputs = torch.randn(16, 8, generator=drawn if moving else None)
         loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
@@ -375,7 +376,9 @@ def learn(apply_to, *, moving=False):
 
 def test_learning_the_same_is_told_from_learning_something_else_and_from_what_cannot_be_repeated():
     same = learn(lambda net, plan: None)
-    assert same["passed"] and same["losses"] == same["reference"]
+    assert same["passed"] and same["losses"] == same["reference"] and len(same["losses"]) == STEPS
+    short = learn(lambda net, plan: None, run_steps=40)
+    assert short["passed"] and short["losses"] == short["reference"] and len(short["losses"]) == 7
     other = learn(lambda net, plan: net[0].register_forward_hook(lambda *_: 5 + _[2]) if plan else None)
     assert other["tested"] and not other["passed"]
     drawn = learn(lambda net, plan: None, moving=True)

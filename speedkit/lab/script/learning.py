@@ -106,9 +106,7 @@ class Learning:
     @property
     def steps(self) -> int:
         """How many steps' losses are compared."""
-        if math.isinf(self.run_steps):
-            return STEPS
-        return max(LEAST_STEPS, min(STEPS, int(self.run_steps - 1) // PHASES - AHEAD))
+        return max(LEAST_STEPS, int(min(STEPS, (self.run_steps - 1) / PHASES - AHEAD)))
 
     def before_step(self) -> None:
         """Hold the options of the snapshot, while losses are compared."""
