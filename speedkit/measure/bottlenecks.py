@@ -242,7 +242,7 @@ def _small_batch(breakdown: Breakdown, seconds: float) -> Bottleneck:
     change = "larger batches, with a learning rate for them"
     if facts.batches > 1:
         change = f"micro_batch up: the items of {facts.batches:.0f} batches in fewer forward passes"
-    shared = f"operators are called, and weights updated, for {facts.items_at_once} items at once"
+    shared = f"operators are called, and weights updated, for a batch of {facts.items_at_once}"
     return Bottleneck("small batch", seconds, change, shared, 0.2, saved=(0.5, 1.0))
 
 

@@ -161,9 +161,9 @@ class LoopProfile:
                 timeline.begin(EVALUATION, then=EVALUATION)
             elif torch.is_grad_enabled():
                 self.step_may_end()
-                if not facts.items_at_once:
+                if self.look_end is None:
                     sizes = [len(leaf) for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "ndim", 0)]
-                    facts.items_at_once = next(iter(sizes), 0)
+                    facts.items_at_once = max([facts.items_at_once, *sizes[:1]])  # an agent acts on one item first
                 timeline.begin(FORWARD, then=AFTER_FORWARD)
             else:  # an agent acts, or a generator makes what a critic learns from
                 timeline.begin(FORWARD)
