@@ -50,6 +50,7 @@ class StepFacts:
     audited: int = 0
     batches: float = 1.0  # gradients of so many are accumulated
     items_at_once: int = 0  # in a forward pass; 0 where nobody knows
+    calls: float = 1.0  # of a model that trains, an agent's on which nothing is learned included
     graphs: int = 0  # that an evaluation built, and no backward pass went through
     items_s: float = 0.0  # to make the items of these batches, one after the other
     collate_s: float = 0.0  # to join them

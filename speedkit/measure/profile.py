@@ -95,6 +95,7 @@ class LoopProfile:
         self.steps = 0
         self.batches = 0
         self.forwards = 0
+        self.calls = 0  # of models that train
         self.backwards = 0  # up to the latest step
         self.graph: int | None = None  # backward passes before the latest evaluation with gradients on
         self.growth = Growth(self.device)
@@ -150,6 +151,7 @@ class LoopProfile:
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Return what the model returns; its time counts as forward, or as evaluation where nothing is trained."""
             self.forwards += 1
+            self.calls += model.training
             backwards = timeline.calls[BACKWARD]
             facts.graphs += self.graph == backwards
             self.graph = None
@@ -161,9 +163,9 @@ class LoopProfile:
                 timeline.begin(EVALUATION, then=EVALUATION)
             elif torch.is_grad_enabled():
                 self.step_may_end()
-                if not facts.items_at_once:
+                if self.look_end is None:
                     sizes = [len(leaf) for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "ndim", 0)]
-                    facts.items_at_once = next(iter(sizes), 0)
+                    facts.items_at_once = max([facts.items_at_once, *sizes[:1]])  # an agent acts on one item first
                 timeline.begin(FORWARD, then=AFTER_FORWARD)
             else:  # an agent acts, or a generator makes what a critic learns from
                 timeline.begin(FORWARD)
@@ -225,6 +227,7 @@ class LoopProfile:
         if self._is_compiled():  # else what failed belongs to another model of this process
             observer.facts.guard, observer.facts.broken = failed_guard_and_break()
         observer.facts.batches = (self.batches or self.backwards) / max(1, self.steps)
+        observer.facts.calls = self.calls / max(1, self.steps)
         self.breakdown = observer.breakdown()
         if observer.timed:
             try:

@@ -187,6 +187,20 @@ def test_a_step_is_the_optimizers_however_many_batches_it_takes_from_whatever_it
     assert seen.breakdown.facts.batches == 2 and seen.breakdown.facts.items_at_once == 8
 
 
+def test_a_batch_is_what_the_net_learns_from_and_not_the_one_item_on_which_an_agent_acts():
+    loop = Loop()
+    learn = loop.step
+
+    def step(inputs, targets):
+        loop.model(inputs[:1])  # with gradients, as many scripts do
+        learn(inputs, targets)
+
+    loop.step = step
+    with profiled(loop, steps=4) as seen:
+        loop.train()
+    assert seen.breakdown.facts.items_at_once == 8
+
+
 @pytest.mark.parametrize("part", ["", "evaluation"])
 def test_an_evaluation_with_gradients_is_one_that_no_backward_pass_follows(part):
     loop = Loop(part)
