@@ -51,7 +51,7 @@ def examine(workload: Workload, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def epochs_in_turns(
-    step: Callable[[Any], Any], sides: Mapping[str, tuple[DataLoader, int]], rounds: int, kind: str = ""
+    step: Callable[[Any], Any], sides: Mapping[str, tuple[DataLoader, int]], rounds: int, *, kind: str = ""
 ) -> list[dict[str, Any]]:
     """Return a row of `measurements` for each loader by its label, against the first: `step(batch)` over its epochs.
 
