@@ -42,7 +42,7 @@ def sweep(panels: Mapping[str, Sequence[Row]], title: str) -> Figure:
             axes.plot([place] * 2, [measured[0] / row["high"], measured[0] / row["low"]], zorder=4, **ON_ALL)
             ratio = f"{row['ratio']:.2f}×"
             axes.annotate(ratio, (place, 0), (0, 5), textcoords="offset points", ha="center", fontsize=8.5, color=DARK)
-        axes.set_xticks(places, [row["label"] for row in rows])
+        axes.set_xticks(places, [row["label"].replace(", ", "\n") for row in rows])
         # A long interval would squeeze all others: it may end beyond the axes.
         top = max(measured[0] / min(row["low"] for row in rows), 1e3 * max(row["predicted_s"] for row in rows))
         axes.set(xlabel="workers", ylim=(0, 1.1 * min(top, 2.5 * measured.max())))
