@@ -48,7 +48,8 @@ def false_alarms(experiments: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     rng, rows = random.Random(0), []
     for world, log_times in experiments.items():
         seen = [ways(row.tolist(), rng) for row in log_times]
-        rows.append({"world": world, **{way: sum(each[way] for each in seen) / len(seen) for way in seen[0]}})
+        shares = {way: sum(each[way] for each in seen) / len(seen) for way in seen[0]}
+        rows.append({"world": world, "trials": len(seen), **shares})
     return rows
 
 

@@ -92,6 +92,7 @@ def parts(run: NotebookRun, workload: str, *plans: str, of: str = "kernels", gpu
         for row in rows:
             row[plan] = factor * known[row[unit]] if row[unit] in known else other
     if of == "seconds_by_kind":
+        rows = [row for row in rows if any(row[plan] for plan in plans)]  # of nets that have it
         rows.append({unit: FACTOR} | {plan: steps[plan]["typical_error"] for plan in plans})
     if of == "memory":
         rows.append({unit: FACTOR} | dict.fromkeys(plans, ERRORS["memory"]))

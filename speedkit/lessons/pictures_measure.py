@@ -32,12 +32,13 @@ def windows(first_ms: Sequence[float], relative: Sequence[float], *, title: str)
 def alarms(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return the share of false alarms of each way in each world, in per cent, by rows of `false_alarms`."""
     figure, axes = new_figure(3.0, title=title)
-    names = [name for name in rows[0] if name != "world"]
+    names = [name for name in rows[0] if name not in ("world", "trials")]
     for place, name in enumerate(names):
         at = [world + 0.2 * (place - 1.5) for world in range(len(rows))]
-        axes.bar(at, [100 * row[name] for row in rows], 0.18, color=COLOURS[place], label=name)
+        bars = axes.bar(at, [100 * row[name] for row in rows], 0.18, color=COLOURS[place], label=name)
+        axes.bar_label(bars, [f"{100 * row[name]:.2g}" for row in rows], fontsize=7.5, padding=1)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="promised: 1")
-    axes.set_xticks(range(len(rows)), [row["world"] for row in rows])
+    axes.set_xticks(range(len(rows)), [f"{row['world']}\n{row['trials']:,} trials" for row in rows])
     most = 10 * math.ceil(10 * max(max(row[name] for name in names) for row in rows))
     axes.set(ylabel="false alarms in 100", ylim=(0, 1.25 * most))
     axes.grid(visible=True, axis="y")
@@ -46,12 +47,13 @@ def alarms(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 
 
 @style.context(STYLE)
-def narrowing(intervals: Mapping[int, Sequence[float]], *, title: str) -> Figure:
+def narrowing(intervals: Mapping[int, Sequence[float]], truth: float, *, title: str) -> Figure:
     """Return a ratio with its interval, (ratio, low, high), over the number of pairs that it is made of."""
     figure, axes = new_figure(2.8)
     ratios, lows, highs = zip(*intervals.values(), strict=True)
     axes.fill_between([*intervals], lows, highs, color=GREY, alpha=0.4, label="99 % interval")
     axes.plot([*intervals], ratios, color=BLUE, label="ratio")
+    axes.axhline(truth, color=ORANGE, linestyle="--", label="planted")
     axes.axhline(1.0, color=INK, linewidth=0.8)
     axes.set(xlabel="pairs of turns", ylabel="time A / time B")
     add_caption(figure, title)

@@ -9,7 +9,7 @@ import io
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,6 +42,15 @@ def why_not(cause: str, hardware: Hardware) -> str:
     if cause == "compute-bound" and not hardware.supports("bf16"):
         return f"float32 is as fast as it gets: {hardware.why_not('bf16')}"
     return "" if hardware.device.type == "cuda" else ON_CPU.get(cause, "")
+
+
+def possible(causes: Sequence[str], hardware: Hardware) -> Iterator[str]:
+    """Yield each of `causes`, all if there are none, that this machine can have; print why it cannot have another."""
+    for cause in causes or CAUSES:
+        if why := why_not(cause, hardware):
+            print(f"not possible here: {cause} ({why})")
+        else:
+            yield cause
 
 
 def busy(seconds: float) -> None:

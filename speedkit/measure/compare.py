@@ -217,10 +217,12 @@ def compare_functions(
     *,
     device: torch.device | str = "cpu",
     before: Callable[[], Any] | None = None,
+    looks: Sequence[int] = LOOKS,
 ) -> dict[str, Any]:
     """Return the row of `measurements` for two named functions that take turns, each call a turn.
 
-    Each is called once to warm up. `before` is called before every turn, outside its time.
+    Each is called once to warm up. `before` is called before every turn, outside its time. Ends at the first of
+    `looks` that decides, or after `pairs` pairs.
     """
 
     def turn(function: Callable[[], Any], steps: int) -> float:  # of one step: none are confirmed by longer turns
@@ -236,6 +238,7 @@ def compare_functions(
         functools.partial(turn, functions[b]),
         pairs=pairs,
         rng=random.Random(0),
+        looks=looks,
         confirm=False,
     )
     return measured.as_measurement(name, a, b)
