@@ -18,7 +18,7 @@ def each_us(parts: Mapping[str, Callable[[], Any]], items: int) -> dict[str, flo
 
 
 def payback(build_s: float, row: Comparison, steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Return the seconds that B saves in an epoch of `steps` (at most, likeliest, at least), and when that is `build_s`.
+    """Return the seconds that B saves in an epoch of `steps` (at most, likeliest, at least), and when `build_s` is.
 
     *never* stands where the interval includes no gain.
     """
