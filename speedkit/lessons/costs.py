@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.profiler import profile
+from torch.autograd.profiler import profile
 
 from speedkit.clock import timed
 from speedkit.lessons.on_a_gpu import counts
