@@ -1,5 +1,6 @@
 """What lessons work out of costs beside what they save: a cache's build, the copy of a batch, casts to 16 bits."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ def casts(row: Mapping[str, Any], function: Callable[[], Any]) -> dict[str, Any]
 
     PyTorch's profiler books the host's time, which on a CPU is all; small operations look longer than they are.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
     with profile() as run:
         for _ in range(20):
             function()
