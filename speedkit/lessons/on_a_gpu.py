@@ -119,7 +119,7 @@ def order(gpu: str = "H100") -> Figure:
             lane = (y - 0.48, 0.2) if aside else (y - 0.24, 0.48)
             axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
             ends[aside] += width
-    about = "on each stream in the order of the host's calls; lengths are numbers, not times (counted)"
+    about = "the order of the host's calls on each stream, from left to right; lengths are counts, not times"
     axes.set(xlim=(0, None), xticks=[], xlabel=about)
     marks = [Patch(color=colour, label=label) for colour, label in ASKED.values()]
     add_caption(figure, "As it comes the host waits for each copy; from page-locked memory for none", marks)

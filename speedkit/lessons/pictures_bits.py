@@ -1,6 +1,8 @@
 """What the lessons on 16 and 8 bits show: what is left of a number, by its size, in each format."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib import style
@@ -21,6 +23,17 @@ def in_format(values: Tensor, name: str, largest: Tensor | float) -> Tensor:
         return values.bfloat16().float()
     scale = torch.finfo(CASTS[name]).max / largest
     return (values * scale).to(CASTS[name]).float() / scale
+
+
+def formats() -> list[dict[str, Any]]:
+    """Return how finely each format divides the numbers from 1 to 2, its largest number, and its range."""
+    rows = []
+    for name, dtype in CASTS.items():
+        info = torch.finfo(dtype)
+        orders = math.log2(info.max / info.smallest_normal)
+        row = {"format": name, "from 1 to 2": round(1 / info.eps), "largest": f"{info.max:.5g}"}
+        rows.append(row | {"binary orders": f"{orders:.1f}"})
+    return rows
 
 
 @style.context(STYLE)

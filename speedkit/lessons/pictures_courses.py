@@ -49,6 +49,8 @@ def distances(courses: Mapping[str, Sequence[float]], *, title: str) -> Figure:
     """Return how far losses lie from those of one training, by step, a line for each of the others."""
     figure = losses(courses, title=title)
     [axes] = figure.axes
+    for line in axes.lines:
+        line.set_linewidth(1.5)
     axes.set(yscale="log", ylim=(1e-5, 3), ylabel="distance from bf16's loss")
     axes.set_xlabel("step (where a line leaves the figure below, there is no difference)")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.5f}".rstrip("0").rstrip(".")))

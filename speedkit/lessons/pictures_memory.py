@@ -33,7 +33,6 @@ def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
 @style.context(STYLE)
 def tried(
     rates: Mapping[int, float],
-    model: Sequence[float],
     peak_bytes: Mapping[int, int],
     *,
     chosen: int,
@@ -42,10 +41,12 @@ def tried(
 ) -> Figure:
     """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked.
 
-    `model` has the rates that a formula gives.
+    The dashed line is a formula: the best size's cost per sample, and a fixed one, which is what size 1 takes beyond.
     """
     figure, (rate, memory) = side_by_side(title, 1, 1)
     best = max(rates.values())
+    fixed_s = 1 / rates[1] - 1 / best
+    model = [size / (fixed_s + size / best) for size in rates]
     rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
     rate.plot([*rates], [*rates.values()], "o-", color=BLUE, label="measured")
     rate.plot([*rates], model, "--", color=INK, label="by two costs (a formula)")

@@ -244,11 +244,21 @@ def test_a_cached_data_set_makes_nothing_in_the_second_epoch(workers):
     loader = DataLoader(paste("12", data=source).data, batch_size=2, num_workers=workers)
     first = [*loader]
     made = source.made.tolist()
-    assert made == [2, 1, 1, 1, 1, 1]  # the first item told the shape, too
+    assert made == [3, 1, 1, 1, 1, 1]  # the first item told the shape, too, and was made again to compare
     for (inputs, targets), (again, labels) in zip(first, loader, strict=True):
         assert torch.equal(inputs, again) and torch.equal(targets, labels)
         assert inputs.dtype == torch.uint8 and torch.equal(inputs[:, 0].long(), targets)
     assert source.made.tolist() == made
+
+
+class Random(Counting):
+    def __getitem__(self, index):
+        return torch.rand(2), index
+
+
+def test_a_cache_refuses_items_that_are_random():
+    with pytest.raises(AssertionError, match="random"):
+        paste("12", data=Random())
 
 
 def test_the_search_leaves_model_and_optimizer_alone_and_steps_in_parts_are_those_of_the_batch():

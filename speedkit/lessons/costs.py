@@ -1,0 +1,64 @@
+"""What lessons work out of costs beside what they save: a cache's build, the copy of a batch, casts to 16 bits."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.autograd.profiler import profile
+
+from speedkit.clock import timed
+from speedkit.lessons.on_a_gpu import counts
+from speedkit.measure.compare import Comparison
+
+CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
+
+
+def each_us(parts: Mapping[str, Callable[[], Any]], items: int) -> dict[str, float]:
+    """Return the microseconds of each part, by name, for one of the `items` that it handles on a CPU, at the least."""
+    return {name: 1e6 * min(timed(part, "cpu", 20)) / items for name, part in parts.items()}
+
+
+def payback(build_s: float, row: Comparison, steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Return the seconds that B saves in an epoch of `steps` (at most, likeliest, at least), and when `build_s` is.
+
+    *never* stands where the interval includes no gain.
+    """
+    saved_s = [steps * row.step_s[0] * (1 - 1 / ratio) for ratio in (row.high, row.ratio, row.low)]
+    first, _, last = [f"{build_s / each_s:.1f}" if each_s > 0 else "never" for each_s in saved_s]
+    return saved_s, {"build_s": build_s, "against": row.a, "at the earliest": first, "at the latest": last}
+
+
+def copies(bytes_per_s: Mapping[str, float]) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
+    """Return what the copy of the audio net's batch takes of a step on each GPU, as rows, and its shares as numbers.
+
+    The batch is what prefetching adds to the counted peak; the kernels' time is predicted, with its typical error.
+    """
+    rows: list[dict[str, Any]] = []
+    shares = []
+    for gpu, rate in bytes_per_s.items():
+        steps = counts("steps", gpu)["audio"]
+        copy_ms = 1e3 * (steps["prefetched"]["memory"]["peak"] - steps["pinned"]["memory"]["peak"]) / rate
+        for plan in ("pinned", "16 bits"):
+            step = steps[plan]
+            few, many = (1e3 * step["seconds"] * step["typical_error"] ** sign for sign in (-1, 1))
+            low, high = copy_ms / (copy_ms + many), copy_ms / (copy_ms + few)
+            row = {"GPU": gpu, "products in": step["number_format"], "copy, ms": round(copy_ms, 3)}
+            row |= {"kernels, ms": f"{few:.3g} to {many:.3g}", "share": f"{low:.1%} to {high:.1%}"}
+            rows.append(row | {"gain": f"{1 / (1 - low):.2f} to {1 / (1 - high):.2f}"})
+            shares.append((low, high))
+    return rows, shares
+
+
+def casts(row: Mapping[str, Any], function: Callable[[], Any]) -> dict[str, Any]:
+    """Return a measured ratio, the share of casts in the time of its side B, `function`, and the ratio without them.
+
+    PyTorch's profiler books the host's time, which on a CPU is all; small operations look longer than they are.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
+    with profile() as run:
+        for _ in range(20):
+            function()
+    own = {event.key: event.self_cpu_time_total for event in run.key_averages()}
+    share = sum(own.get(name, 0.0) for name in CASTS) / sum(own.values())
+    gain = row["ratio"]
+    return {"net": row["name"], "gain": gain, "casts take": share, "gain without casts": gain / (1 - share)}

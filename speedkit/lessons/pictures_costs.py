@@ -1,0 +1,108 @@
+"""What lessons show of costs beside what they save: a cache's build, a batch's copy, a micro-batch, rounding."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from speedkit.lab.figures import BLUE, GREY, INK, ORANGE, STYLE, add_caption, new_figure, write_beside
+from speedkit.lessons.pictures_courses import side_by_side
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+PUBLISHED = ((1024, 0.80, "1,024 rows"), (8192, 1.39, "4,096 rows"))  # torchao's README: narrower side, rate, rows
+
+
+@style.context(STYLE)
+def payback(build_s: float, saved_s: Mapping[str, Sequence[float]], *, title: str, epochs: int = 3) -> Figure:
+    """Return the seconds that a cache has saved by each epoch, its build taken off, against each loader by name.
+
+    `saved_s` has the seconds that it saves in an epoch: at most, likeliest and at least, for the band.
+    """
+    figure, panels = side_by_side(title, *[1] * len(saved_s))
+    ends = [-build_s, 0.0, *(epochs * each_s - build_s for every in saved_s.values() for each_s in every)]
+    room = 0.05 * (max(ends) - min(ends))
+    for axes, (name, every) in zip(panels, saved_s.items(), strict=True):
+        most, likeliest, least = ([-build_s, epochs * each_s - build_s] for each_s in every)
+        axes.axhline(0, color=INK, linewidth=1.5)
+        axes.fill_between([0, epochs], least, most, color=BLUE, alpha=0.25, linewidth=0, label="99 % interval")
+        axes.plot([0, epochs], likeliest, color=BLUE, label="saved so far")
+        axes.plot(0, -build_s, "o", color=ORANGE, clip_on=False, zorder=3, label="the build alone")
+        axes.set(xlim=(0, epochs), ylim=(min(ends) - room, max(ends) + room), ylabel="seconds saved (above 0: paid)")
+        axes.set_xlabel(f"epochs of training, against {name}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=True, axis="both")
+    add_caption(figure, title)
+    return figure
+
+
+@style.context(STYLE)
+def seeds(table: "DataFrame", by: str, columns: Sequence[str], *, title: str) -> Figure:
+    """Return a panel for each column: a dot for each seed and a bar at their mean, in a row for each value of `by`."""
+    figure, panels = side_by_side(title, *[1] * len(columns))
+    figure.set_figheight(1.9)
+    names = [*dict.fromkeys(table[by])]
+    for axes, column in zip(panels, columns, strict=True):
+        for y, name in enumerate(names):
+            values = table.loc[table[by] == name, column]
+            axes.plot(values, [y] * len(values), "o", color=BLUE, alpha=0.7)
+            axes.plot([values.mean()] * 2, [y - 0.3, y + 0.3], color=ORANGE, linewidth=2.5)
+        axes.set(xlabel=f"{column} (a dot for each seed; bar: mean)", ylim=(len(names) - 0.5, -0.5))
+        axes.set_yticks(range(len(names)), names)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter("{x:g}")
+    return figure
+
+
+@style.context(STYLE)
+def copies(rows: Sequence[Mapping[str, Any]], shares: Sequence[tuple[float, float]], *, title: str) -> Figure:
+    """Return which share of a step its copy takes, from least to most, and what hiding it gains: a bar for each row."""
+    figure, axes = new_figure(0.42 * len(rows) + 0.9, [f"{row['GPU']}, {row['products in']}" for row in rows])
+    for y, (row, (low, high)) in enumerate(zip(rows, shares, strict=True)):
+        axes.barh(y, 100 * low, 0.5, color=ORANGE)
+        axes.barh(y, 100 * (high - low), 0.5, left=100 * low, color=ORANGE, alpha=0.45)
+        write_beside(axes, y, f"hidden: {row['gain']} times as fast")
+    axes.set(xlim=(0, None), xlabel="copy, per cent of copy and kernels (pale: the prediction's typical error)")
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+@style.context(STYLE)
+def curves(before: Mapping[int, float], after: Mapping[int, float], *, unit: str, title: str) -> Figure:
+    """Return the rates [samples/s] of micro-batches by size: with memory given back, and with memory kept."""
+    figure, axes = new_figure(2.8)
+    _over_sizes(axes, [*before])
+    axes.plot([*before], [*before.values()], "o-", color=BLUE, label="memory given back (default)")
+    axes.plot([*after], [*after.values()], "s--", color=ORANGE, label="memory kept")
+    axes.set(xlabel="micro-batch, samples", ylabel=f"{unit}/s: higher is faster", ylim=(0, None))
+    axes.grid(visible=True, axis="both")
+    add_caption(figure, title)
+    return figure
+
+
+@style.context(STYLE)
+def widths(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
+    """Return what FP8 gains at best by a layer's width, and what was published of two layers."""
+    figure, axes = new_figure(2.8)
+    _over_sizes(axes, [row["width"] for row in rows])
+    best = [row["gain at best"] for row in rows]
+    axes.axhline(1, color=GREY, linewidth=2, label="bf16")
+    axes.plot([row["width"] for row in rows], best, "o-", color=BLUE, label="at peak rates, 4,096 rows (by hand)")
+    axes.plot(*zip(*(each[:2] for each in PUBLISHED), strict=True), "D", color=ORANGE, label="measured by torchao")
+    for width, rate, words in PUBLISHED:
+        axes.annotate(words, (width, rate), (0, -8), textcoords="offset points", ha="center", va="top", fontsize=8.5)
+    axes.set(xlabel="width (of torchao's layers the narrower side)", ylabel="rate, bf16 = 1", ylim=(0, None))
+    axes.grid(visible=True, axis="both")
+    add_caption(figure, title)
+    return figure
+
+
+def _over_sizes(axes: Axes, sizes: Sequence[int]) -> None:
+    """Give the axis of x a step for each doubling, and these sizes as its ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
