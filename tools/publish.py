@@ -31,7 +31,6 @@ from speedkit.lab.notebooks import find_notebooks, run_notebook
 from speedkit.lab.provenance import commit, is_current, notebooks_folder
 from speedkit.lab.record import RECORD_MIME, read_notebook
 from speedkit.lab.records import load_record, published, validate_record
-from speedkit.lab.tuning import BUDGETS_S
 from speedkit.machine import this_machine
 from speedkit.measure.words import duration, recipe_steps, training_s
 
@@ -111,8 +110,6 @@ def publish_one(source: Path, name: str, out: Path, *, end_s: float) -> str:
         shutil.rmtree(running, ignore_errors=True)
     environment = {"SPEEDKIT_SCALE": "", "SPEEDKIT_PROGRESS": "off", "SPEEDKIT_RUN_DIR": str(running)}
     parameters: dict[str, Any] = {"workload": workload} if workload else {}
-    if workload in BUDGETS_S:
-        parameters["budget_s"] = BUDGETS_S[workload]
     run_notebook(source, executed, parameters, environment=environment)
     record = whole_record(executed)
     record_path.parent.mkdir(parents=True, exist_ok=True)
