@@ -66,7 +66,8 @@ class Plan:
     prefetch: bool = False
     """Copy the next batch to the device while this one computes. Same bits."""
     bucket: bool = False
-    """Batch clips of similar length together. Other batches of the same items."""
+    """Batch clips of similar length together, and as many frames where the loss is a mean over these.
+    Other batches of the same items."""
     log_every: Count = 10
     """Steps between readings of the loss [steps]. Same bits."""
     validate_every: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.01, le=1)] | None = None

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ class BatchSampler:
     """The index batches of epoch `epoch` from batch `start` on; both are set before each pass.
 
     A `seed` of None keeps the items in order. With `lengths` [N], clips of similar length share a batch, and every
-    batch is padded to one of the lengths `padded`.
+    batch is padded to one of the lengths `padded`. A loss that is a mean over frames needs batches of equally many
+    (`of_frames`): else a frame would weigh more the shorter its clip is, and more batches would hold little to learn.
     """
 
     count: int
@@ -33,22 +34,30 @@ class BatchSampler:
     seed: int | None
     drop_last: bool = False
     lengths: Tensor | None = None
+    of_frames: bool = False
     rank: int = 0
     world_size: int = 1
     multiple: int = 1  # of which the padded lengths are, but for the longest clip's
     epoch: int = 0
     start: int = 0
     padded: list[int] = dataclasses.field(init=False)
+    sizes: list[int] = dataclasses.field(init=False)  # of an epoch's batches, from short clips to long
 
     def __post_init__(self):
         self.padded = []
-        if self.lengths is not None:
-            longest = int(self.lengths.max())  # a model may have no place for more
-            padded = set()
-            for length in padded_lengths(self.lengths):
-                rounded = math.ceil(length / self.multiple) * self.multiple
-                padded.add(min(rounded, longest))
-            self.padded = sorted(padded)
+        self.sizes = []
+        if self.lengths is None:
+            return
+        longest = int(self.lengths.max())  # a model may have no place for more
+        shapes = min(SHAPES, len(self)) if self.of_frames else SHAPES
+        padded = set()
+        for length in padded_lengths(self.lengths, shapes):
+            rounded = math.ceil(length / self.multiple) * self.multiple
+            padded.add(min(rounded, longest))
+        self.padded = sorted(padded)
+        if self.of_frames:
+            clips = self.bucket_of(torch.arange(self.count)).bincount()
+            self.sizes = batch_sizes(clips.tolist(), self.padded, len(self))
 
     def __len__(self) -> int:
         return steps_per_epoch(self.count, self.batch_size, self.drop_last)
@@ -59,17 +68,29 @@ class BatchSampler:
 
     def batches(self) -> list[Tensor]:
         """Return this rank's share [B] of each batch that is left of the epoch."""
-        order = self.shuffle(self.count)
-        if self.lengths is not None:
-            # A full batch holds clips padded to one length, a few hold two. What fills none stays at the end, mixed.
-            full = order[: self.count // self.batch_size * self.batch_size]
-            edges = torch.tensor(self.padded)
-            grouped = full[torch.searchsorted(edges, self.lengths[full]).argsort(stable=True)]
-            rows = grouped.view(-1, self.batch_size)
-            order = torch.cat([rows[self.shuffle(len(rows))].flatten(), order[len(full) :]])
-        batches = order.split(self.batch_size)[self.start : len(self)]
-        # A rank for which an incomplete batch has no item gets one again: it would leave the others waiting.
+        batches = self.of_all_ranks()[self.start :]
+        # A rank for which a small batch has no item gets one again: it would leave the others waiting.
         return [batch[self.rank % len(batch) :: self.world_size] for batch in batches]
+
+    def of_all_ranks(self) -> Sequence[Tensor]:
+        """Return the batches [B] of the epoch."""
+        order = self.shuffle(self.count)
+        if self.lengths is None:
+            return order.split(self.batch_size)[: len(self)]
+        if self.of_frames:
+            grouped = order[self.bucket_of(order).argsort(stable=True)]
+            batches = grouped.split(self.sizes)
+            return [batches[number] for number in self.shuffle(len(self)).tolist()]
+        # A full batch holds clips padded to one length, a few hold two. What fills none stays at the end, mixed.
+        full = order[: self.count // self.batch_size * self.batch_size]
+        grouped = full[self.bucket_of(full).argsort(stable=True)]
+        rows = grouped.view(-1, self.batch_size)
+        order = torch.cat([rows[self.shuffle(len(rows))].flatten(), order[len(full) :]])
+        return order.split(self.batch_size)[: len(self)]
+
+    def bucket_of(self, indices: Tensor) -> Tensor:
+        """Return which of `padded` the clips `indices` [N] are padded to, [N]."""
+        return torch.searchsorted(torch.tensor(self.padded), self.lengths[indices])  # type: ignore[index]
 
     def shuffle(self, count: int) -> Tensor:
         """Return an order `[count]` of this epoch."""
@@ -77,9 +98,11 @@ class BatchSampler:
             return torch.arange(count)
         return shuffled(count, self.seed, self.epoch)
 
-    def counts(self, position: int) -> bool:
-        """Return whether this rank's share of batch `position` (1-based) is its own, and not another rank's item."""
-        return self.rank < self.count - (position - 1) * self.batch_size
+    def size(self, position: int) -> int:
+        """Return how many items all ranks learn from in batch `position` (1-based) of the epoch."""
+        if self.sizes:
+            return self.sizes[int(self.shuffle(len(self))[position - 1])]
+        return min(self.batch_size, self.count - (position - 1) * self.batch_size)
 
     def padded_to(self, length: int) -> int:
         """Return the length that a batch is padded to whose longest clip has `length` frames."""
@@ -88,8 +111,31 @@ class BatchSampler:
         return self.padded[bisect_left(self.padded, length)]
 
 
-def padded_lengths(lengths: Tensor) -> list[int]:
-    """Return at most SHAPES lengths, ascending, such that clips of `lengths` [N] are padded to them with least padding.
+def batch_sizes(clips: list[int], padded: list[int], count: int) -> list[int]:
+    """Return the sizes of `count` batches, from short clips to long, with about as many padded frames each.
+
+    `clips` [K] are padded to the lengths `padded` [K]. All batches of a bucket have one size, so that compiled code
+    meets few shapes: what is left of a bucket goes to the next, and of the last one into its batches.
+    """
+    frames = [number * length for number, length in zip(clips, padded, strict=True)]
+    spare = count - len(clips)
+    batches = [min(number, 1 + int(spare * part / sum(frames))) for number, part in zip(clips, frames, strict=True)]
+    while sum(batches) < count:
+        splittable = [bucket for bucket, number in enumerate(clips) if batches[bucket] < number]
+        fullest = max(splittable, key=lambda bucket: frames[bucket] / batches[bucket])
+        batches[fullest] += 1
+    sizes: list[int] = []
+    left = 0
+    for number, parts in zip(clips, batches, strict=True):
+        size, left = divmod(number + left, parts)
+        sizes += [size] * parts
+    for place in range(left):
+        sizes[-1 - place] += 1
+    return sizes
+
+
+def padded_lengths(lengths: Tensor, shapes: int) -> list[int]:
+    """Return at most `shapes` lengths, ascending, such that clips of `lengths` [N] are padded with least padding.
 
     Dynamic programming: the best split of the first j candidates into k groups extends the best of some i into k - 1.
     """
@@ -102,7 +148,7 @@ def padded_lengths(lengths: Tensor) -> list[int]:
     # total[j]: the least frames of the first j candidates in as many groups as there have been rounds.
     total = torch.zeros(len(count), dtype=torch.float64).masked_fill(count > 0, torch.inf)
     origins = []
-    for _ in range(SHAPES):
+    for _ in range(shapes):
         total, origin = (total[:, None] + frames).min(dim=0)
         origins.append(origin)
 

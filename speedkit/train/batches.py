@@ -65,7 +65,8 @@ def split(batch: Batch, size: int, stream: BatchStream, *, ranks: Ranks) -> list
             parts.append(map_batch(batch, operator.itemgetter(slice(start, start + size))))
     if not ranks.several:
         return [(part, True) for part in parts]
-    own = len(parts) * stream.sampler.counts(stream.position)
-    passes = math.ceil(ranks.share / size)
+    samples_of_all = stream.sampler.size(stream.position)
+    own = len(parts) * (ranks.rank < samples_of_all)
+    passes = math.ceil(math.ceil(samples_of_all / ranks.count) / size)
     parts += (passes - len(parts)) * parts[:1]
     return [(part, index < own) for index, part in enumerate(parts)]

@@ -136,7 +136,7 @@ def forward_context(run: TrainingRun, part: Batch, *, last: bool) -> contextlib.
         torch.compiler.cudagraph_mark_step_begin()
     contexts = contextlib.ExitStack()
     contexts.enter_context(learner.precision.context)
-    # A part smaller than the micro-batch would be compiled anew. A user's own batches (ALL) vary, and stay compiled.
+    # A part smaller than the micro-batch would be compiled anew. Batches that vary (ALL) stay compiled.
     if len(part.inputs) < learner.micro_batch < ALL:
         contexts.enter_context(eager(run.plan))
     contexts.enter_context(run.ranks.gradient_exchange(learner.replica, last))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tiny import load, points
 
-from speedkit.data import sampler
 from speedkit.data.batch import tensors_of
 from speedkit.data.batches import set_running
 from speedkit.data.loader import BatchStream
@@ -100,14 +99,16 @@ def load_noted(item, path):
     return load(item, 8)
 
 
-@pytest.mark.parametrize("lengths", [None, torch.arange(101) % 40 + 5], ids=["plain", "bucketed"])
+@pytest.mark.parametrize("kind", ["plain", "bucketed", "of_frames"])
 @pytest.mark.parametrize("count", [96, 97, 101])
-def test_ranks_share_every_batch_and_make_equally_many_steps(count, lengths):
-    lengths = None if lengths is None else lengths[:count]
-    alone = list(BatchSampler(count, 16, 0, lengths=lengths))
-    samplers = [BatchSampler(count, 16, 0, lengths=lengths, rank=rank, world_size=4) for rank in range(4)]
+def test_ranks_share_every_batch_and_make_equally_many_steps(count, kind):
+    lengths = None if kind == "plain" else torch.arange(count) % 40 + 5
+    options = {"lengths": lengths, "of_frames": kind == "of_frames"}
+    alone = list(BatchSampler(count, 16, 0, **options))
+    samplers = [BatchSampler(count, 16, 0, **options, rank=rank, world_size=4) for rank in range(4)]
     for position, (whole, *parts) in enumerate(zip(alone, *samplers, strict=True), 1):
-        counted = [part for part, own in zip(parts, samplers, strict=True) if own.counts(position)]
+        counted = [part for part, own in zip(parts, samplers, strict=True) if own.rank < own.size(position)]
+        assert samplers[0].size(position) == len(whole)
         assert all(parts) and sorted(itertools.chain(*counted)) == sorted(whole)
 
 
@@ -235,8 +236,7 @@ def clips():
     return dataclasses.replace(points(), load=load_clip, features=torch.Tensor.contiguous, length=clip_length)
 
 
-def test_the_padded_lengths_are_those_with_least_padding(monkeypatch):
-    monkeypatch.setattr(sampler, "SHAPES", 3)
+def test_the_padded_lengths_are_those_with_least_padding():
     for seed in range(5):
         lengths = lengths_of(12, seed)
         longest = int(lengths.max())
@@ -245,8 +245,8 @@ def test_the_padded_lengths_are_those_with_least_padding(monkeypatch):
             return sum(min(edge for edge in edges if edge >= length) for length in lengths.tolist())
 
         others = itertools.combinations(sorted({*lengths.tolist()} - {longest}), 2)
-        assert padded(padded_lengths(lengths)) == min(padded([*edges, longest]) for edges in others)
-    assert padded_lengths(torch.tensor([5, 5])) == [5]
+        assert padded(padded_lengths(lengths, 3)) == min(padded([*edges, longest]) for edges in others)
+    assert padded_lengths(torch.tensor([5, 5]), 8) == [5]
     # On a GPU in multiples, but no longer than the longest clip.
     rounded = BatchSampler(4, 2, 0, lengths=torch.tensor([5, 33, 40, 70]), multiple=32)
     assert [rounded.padded_to(length) for length in (5, 33, 40, 70)] == [32, 64, 64, 70]
@@ -267,6 +267,38 @@ def test_a_bucketed_epoch_holds_every_clip_once_in_random_order_with_little_padd
     assert frames(grouped) < 0.7 * frames(plain)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_of_equally_many_frames_make_as_many_steps_with_every_clip_in_few_shapes(drop_last):
+    lengths = lengths_of(500)
+    sampler, plain = (
+        BatchSampler(500, 16, 3, drop_last=drop_last, lengths=lengths, of_frames=of_frames)
+        for of_frames in (True, False)
+    )
+    batches = list(sampler)
+    assert len(batches) == len(plain) and sorted(itertools.chain(*batches)) == list(range(500))
+
+    def frames(sampler):  # of each batch
+        return [len(batch) * sampler.padded_to(int(lengths[batch].max())) for batch in sampler.batches()]
+
+    assert max(frames(sampler)) < 2 * min(frames(sampler)) and max(frames(plain)) > 4 * min(frames(plain))
+    assert sum(frames(sampler)) < 1.1 * sum(frames(plain))
+    shapes = {(len(batch), sampler.padded_to(int(lengths[batch].max()))) for batch in batches}
+    assert len(shapes) <= len(sampler.padded) + 1
+    sampler.epoch = 1
+    assert list(sampler) != batches and sorted(itertools.chain(*sampler)) == list(range(500))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[5], [5, 5, 5], [1, 100], [3, 3, 3, 900], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]], ids=str
+)
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_no_batch_of_frames_is_empty_where_clips_are_few(lengths, batch_size):
+    sampler = BatchSampler(len(lengths), batch_size, 0, lengths=torch.tensor(lengths), of_frames=True)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) and all(batches)
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+
+
 def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_lengths():
     shapes = set()
     for batch in take(6, clips(), bucket=True, workers=2):
@@ -275,4 +307,4 @@ def test_clips_of_different_lengths_come_padded_with_zeros_and_with_their_length
         for row, valid, label in zip(inputs, lengths.tolist(), targets.tolist(), strict=True):
             assert torch.equal(row[:, :valid], label + torch.arange(valid).expand(2, -1) / 40)
             assert not row[:, valid:].any()
-    assert shapes <= set(padded_lengths(torch.tensor([clip_length(item) for item in clips().train])))
+    assert shapes <= set(padded_lengths(torch.tensor([clip_length(item) for item in clips().train]), 8))
