@@ -27,6 +27,7 @@ CHEAPER = "make a batch at once (__getitems__), and before training what is alwa
 TINY = 4  # items, of which a forward pass hardly takes longer than of one
 MIN_SMALL_ON_CPU = 0.20  # of a step, for calling operators: an eighth of a healthy small step goes into it
 SAVED_ON_CPU = (0.0, 0.3)  # by compiling, of the time for calling small operators: C++ still makes a loop of each chain
+FUSED_ON_CPU = (0.0, 0.75)  # of the time for passes: a transformer's step gained 3 %, long chains gain most of it
 COMPILED_CALL_S = 80e-6  # that a call of compiled code takes longer there than one of a module: guards, autograd
 MIN_PASSES = 0.60  # of a step, for passes over memory: of a healthy small step in bf16 they are up to 0.52
 EXCHANGE_LESS = "exchange less often (larger batches), less (in bf16), or beside the backward pass (DDP's buckets)"
@@ -217,14 +218,14 @@ def _operator_bottlenecks(breakdown: Breakdown, hardware: Hardware, rates: Mappi
     calls = f"{trace.calls / trace.steps:.0f} operators compute little"
     if 0 < breakdown.facts.items_at_once <= TINY:
         yield _small_batch(breakdown, max(small_s, breakdown.per_step_s(OPTIMIZER)))
-    saved = (0.5, 1.0)
+    saved, fused = (0.5, 1.0), (0.25, 0.75)
     if change == "compile=default" and hardware.device.type == "cpu":
         small_s -= COMPILED_CALL_S * breakdown.facts.calls
-        saved = SAVED_ON_CPU
+        saved, fused = SAVED_ON_CPU, FUSED_ON_CPU
     yield Bottleneck("many small operators", small_s, change, calls, 0.1, saved=saved)
     if hardware.supports("compile"):
         much = "operators read and write much"
-        yield Bottleneck("bandwidth-bound", passes_s, "compile=default", much, MIN_PASSES, saved=(0.25, 0.75))
+        yield Bottleneck("bandwidth-bound", passes_s, "compile=default", much, MIN_PASSES, saved=fused)
 
     profiled_s = sum(trace.products_s.values()) or 1.0
     doubles_s = (products_s + passes_s) * trace.products_s.get("fp64", 0.0) / profiled_s
