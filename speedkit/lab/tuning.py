@@ -35,7 +35,7 @@ from speedkit.train.progress import wanted
 from speedkit.workload import Workload
 
 BUDGET_S = 240.0  # of a tuning on a machine of its own
-BUDGETS_S = {"speech": 360.0}  # of what needs longer trainings before its quality is decided
+BUDGETS_S = {"speech": 330.0}  # of what needs longer trainings before its quality is decided
 
 
 @stop_in_words()

@@ -58,7 +58,7 @@ def test_a_tuning_takes_longer_where_others_use_the_cores():
         assert usual_budget_s(two, "mine", look=lambda used=used: {"encoder": used}) == budget_s
     assert usual_budget_s(gpu, "mine", look=lambda: {"encoder": 1.0}) == 240.0
     assert usual_budget_s(Hardware(threads=64), "mine", look=lambda: {"encoder": 60.0}) == 480.0
-    assert usual_budget_s(gpu, "speech") == 360.0
+    assert usual_budget_s(gpu, "speech") == 330.0
 
 
 def test_plans_are_compared_by_their_names():
