@@ -161,7 +161,10 @@ def _found(claim: Row, record: Row) -> dict[str, Any]:
             return {"verdict": verdict} | {end: row[end] for end in FIGURES}
     if claim["metric"] == "quality" and record.get("quality"):
         quality = record["quality"]
-        return {"verdict": BY_QUALITY.get(quality["decision"], "unresolved"), "value": 100 * quality["mean_change"]}
+        verdict = BY_QUALITY.get(quality["decision"], "unresolved")
+        if quality["mean_change"] is None:  # the plan that was trained was replaced, and no time was left for the other
+            return {"verdict": verdict}
+        return {"verdict": verdict, "value": 100 * quality["mean_change"]}
     for row in record["checks"]:
         if row["check"] == named and promise:
             return {"verdict": answer_of_value(promise, row["passed"], rule=rule)}

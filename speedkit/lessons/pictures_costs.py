@@ -1,5 +1,6 @@
 """What lessons show of costs beside what they save: a cache's build, a batch's copy, a micro-batch, rounding."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ PUBLISHED = ((1024, 0.80, "1,024 rows"), (8192, 1.39, "4,096 rows"))  # torchao'
 
 
 @style.context(STYLE)
-def payback(build_s: float, saved_s: Mapping[str, Sequence[float]], *, title: str, epochs: int = 3) -> Figure:
+def payback(build_s: float, saved_s: Mapping[str, Sequence[float]], *, title: str) -> Figure:
     """Return the seconds that a cache has saved by each epoch, its build taken off, against each loader by name.
 
     `saved_s` has the seconds that it saves in an epoch: at most, likeliest and at least, for the band.
     """
     figure, panels = side_by_side(title, *[1] * len(saved_s))
+    latest = [build_s / every[-1] for every in saved_s.values() if every[-1] > 0]
+    epochs = math.ceil(min(10.0, max([3.0, *latest])))
     ends = [-build_s, 0.0, *(epochs * each_s - build_s for every in saved_s.values() for each_s in every)]
     room = 0.05 * (max(ends) - min(ends))
     for axes, (name, every) in zip(panels, saved_s.items(), strict=True):

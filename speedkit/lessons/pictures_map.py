@@ -18,7 +18,7 @@ def roofline(
     """Return the machine's roofline with training steps on it (Williams et al. 2009).
 
     `bandwidth` is in bytes per second, `products` in FLOP/s by format, `steps` what `measure.roofline` says of
-    each by name, with its `limits_of`. A dotted line goes up from each step to what the fastest format would allow.
+    each by name, with its `limits_of`. A dotted line goes up from each step to what its format allows.
     """
     figure, axes = new_figure(3.6, title=title)
     fastest = max(products.values())
@@ -28,15 +28,19 @@ def roofline(
         knee = rate / bandwidth
         axes.plot([left, knee, right], [left * bandwidth / 1e9, rate / 1e9, rate / 1e9], color=colour)
         where = (right, 1.06 * rate / 1e9)
-        axes.text(*where, f"products in {name}", ha="right", va="bottom", color=colour, fontsize=8.5)
-    axes.text(1.5 * left, left * bandwidth / 1e9, "memory", va="bottom", fontsize=8.5)
+        axes.text(*where, f"products in {name}: {rate / 1e9:.0f}", ha="right", va="bottom", color=colour, fontsize=8.5)
+    memory = f"memory: {bandwidth / 1e9:.0f} GB per second"
+    axes.text(1.5 * left, left * bandwidth / 1e9, memory, va="bottom", fontsize=8.5)
+    first = min(steps.values(), key=lambda step: step["FLOPs per byte"])
     for name, step in steps.items():
         intensity, rate = step["FLOPs per byte"], step["achieved_flops_per_s"]
-        roof = min(intensity * bandwidth, fastest)
+        roof = min(intensity * bandwidth, step["peak_flops_per_s"])
         axes.plot([intensity] * 2, [rate / 1e9, roof / 1e9], ":", color=ORANGE, linewidth=1)
         axes.plot(intensity, rate / 1e9, "o", color=ORANGE)
-        about = f"{name}, {step['reached']:.0%}"
-        axes.annotate(about, (intensity, rate / 1e9), (6, -3), textcoords="offset points", va="top")
+        label: dict[str, Any] = {"text": f"{name}, {step['reached']:.0%}", "xytext": (6, -3), "ha": "left"}
+        if step is first:  # whose label would run into the next one's
+            label |= {"xytext": (-6, -3), "ha": "right"}
+        axes.annotate(xy=(intensity, rate / 1e9), textcoords="offset points", va="top", **label)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="GFLOP per second")
     axes.set_ylim(min(lowest, left * bandwidth) / 2e9, 1.6 * fastest / 1e9)
     for axis in (axes.xaxis, axes.yaxis):

@@ -25,11 +25,12 @@ from speedkit.lab.script.learning import AHEAD, STEPS, Learning
 from speedkit.lab.script.profile import ScriptProfile
 from speedkit.lab.script.switches import Attention, Loop
 from speedkit.lab.script.tune import tune_script
+from speedkit.lab.script.tuning import Tuning
 from speedkit.lab.script.updates import Gradients, MemoryFormat, Update
 from speedkit.lab.script.words import in_sentences
 from speedkit.machine import this_machine
 from speedkit.measure.profile import LoopProfile
-from speedkit.measure.timeline import OPTIMIZER
+from speedkit.measure.timeline import DATA, OPTIMIZER
 
 # Slower, and the same each time.
 CLIPS = SLOW_DATA.replace("0.002", "0.01").replace("torch.randn(32)", "torch.full((32,), index % 7.0)")
@@ -442,6 +443,29 @@ def test_a_tuning_and_a_script_take_turns_and_each_end_reaches_the_other():
             done.step_ended()
     done.to_the_end = True  # a failure that was put down to a switch may be the script's own
     done.step_ended()
+
+
+def test_turns_hold_all_that_a_loader_has_ready_only_where_the_loop_waits_for_it():
+    def steps_of(wait, fields, step_s):
+        tuning = Tuning(budget_s=240.0)
+        tuning.own = {"workers": 4}
+        tuning.step_s = step_s
+        tuning.shares = {DATA: wait}
+        turns = []
+
+        def turn(plan, *, steps):
+            turns.append(steps)
+            return steps * step_s
+
+        tuning._turn = turn
+        tuning._compare({}, fields, 0.12)
+        return min(turns)
+
+    half = {"precision": "bf16"}
+    assert steps_of(0.0, half, 0.7) == 1, "20 pairs of more steps do not fit"
+    assert steps_of(0.0, half, 0.2) == 2 and steps_of(0.0, half, 0.01) == 8
+    assert steps_of(0.1, half, 0.7) == steps_of(0.0, {"cache": "ram"}, 0.7) == 4
+    assert steps_of(0.1, half, 0.2) == 8
 
 
 def test_sentences_tell_what_was_kept_and_what_not_and_the_headline_is_last():

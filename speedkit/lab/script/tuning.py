@@ -23,7 +23,7 @@ from speedkit.measure.peaks import peaks
 from speedkit.measure.predict import Gain, computing_gains, predict
 from speedkit.measure.roofline import OperatorCounter, Operators
 from speedkit.measure.stats import LOOKS, WORTH
-from speedkit.measure.timeline import OPTIMIZER
+from speedkit.measure.timeline import DATA, OPTIMIZER
 from speedkit.measure.turns import Pairs, measure_pairs
 from speedkit.train.compile import COMPILING_S
 
@@ -33,8 +33,10 @@ LARGE_SHARE = 0.3  # where it makes much of a difference and is still undecided
 FINAL_PAIRS = 40
 FINAL_SHARE = 0.2  # of the budget at least
 HARD_LIMIT = 1.5  # times the budget: the script is ended there
-WARM_UP = 3  # steps, beside those for which a loader has batches ready
+WARM_UP = 3  # steps, beside those for which a loader has batches ready where the loop waits for them
 MEMORY_STEPS = 2
+ENOUGH_PAIRS = LOOKS[1]  # to decide by, where a step takes long
+IN_TIME = 0.02  # of a step: so long it may wait for a batch that is ready
 SLOW_TURN_S = 2.0  # of steps for all that a loader may have ready: a turn is shorter
 SAME_SAMPLES = "the loop gets the same samples"  # so that there is nothing to test
 LIMITS = {"decision": "undecided", "ratio": None, "low": None, "high": None}
@@ -212,7 +214,9 @@ class Tuning:
 
     def _warm_up(self, before: Change, after: Change) -> float:
         """Make the first steps of both plans; return the seconds that the second one's took beyond later ones."""
-        steps = WARM_UP + self._ready(before, after)
+        steps = WARM_UP
+        if self._waits(before, after):
+            steps += self._ready(before, after)
         self._turn(before, steps=steps)
         began_s = time.perf_counter()
         self._turn(after, steps=steps)
@@ -223,16 +227,24 @@ class Tuning:
         """Return how many batches a loader may have ready under these plans."""
         return max(2 * int((self.own | plan)["workers"]) for plan in plans)
 
+    def _waits(self, before: Change, after: Change) -> bool:
+        """Return whether turns of these plans may wait for batches."""
+        changed = {field for field in before.keys() | after.keys() if before.get(field) != after.get(field)}
+        return self.shares.get(DATA, 0.0) > IN_TIME or not changed.isdisjoint(Feed.fields)
+
     def _compare(
         self, before: Change, after: Change, share: float, *, large_share: float = 0.0, **limits: Any
     ) -> Pairs:
         """Return the pairs of turns of two plans, in as much time as shares of the budget and of the steps are."""
+        all_s = min(self.budget_s, self.most_steps * self.step_s)
         steps = max(1, self._ready(before, after))
         if steps * self.step_s > SLOW_TURN_S:
             steps = max(1, steps // 2)
+        if not self._waits(before, after):  # a stock of batches makes no turn faster: rather more pairs
+            fitting = share * all_s / (2 * ENOUGH_PAIRS * self.step_s) - 1  # each turn has a step that is not timed
+            steps = max(1, min(steps, int(fitting)))
         if self.device != "cpu":
             steps *= math.ceil(TURN_S / self.step_s / steps)
-        all_s = min(self.budget_s, self.most_steps * self.step_s)
         options: Row = {"rng": self.rng, "steps": steps, "pairs": LOOKS[-1], "large_max_s": large_share * all_s}
         turns = (functools.partial(self._turn, plan) for plan in (before, after))
         return measure_pairs(*turns, max_s=share * all_s, **options | limits)
