@@ -7,7 +7,7 @@ import small_notebooks
 from publish import record_of
 
 from speedkit.errors import SpeedkitError
-from speedkit.files import write_json
+from speedkit.files import read_json, write_json
 from speedkit.lab.record import read_notebook
 from speedkit.lessons.claims import (
     ANY_GAIN,
@@ -123,3 +123,11 @@ def test_what_a_claim_names_is_in_the_record_of_its_lesson():
     for name, claim in claims.items():
         answered = claim["lesson"] in there and bool(claim["measurement"] or claim["needs"])
         assert answered == (name not in unanswered), name
+
+
+def test_a_claim_about_quality_has_no_value_where_the_plan_was_not_tested():
+    path = next((FOLDER / "records").glob("*/90_tune-image.json"))
+    record = read_json(path)
+    record["quality"] |= {"decision": "not tested", "mean_change": None}
+    [row] = answers({"C30": read_claims()["C30"]}, [Reading(record, True)], str)
+    assert (row["verdict"], row["value"]) == ("unresolved", None)
