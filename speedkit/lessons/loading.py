@@ -72,7 +72,11 @@ def epochs_in_turns(
         a_s, b_s = next(iter(took.values()))[1:], took[label][1:]
         found = vars(paired_interval(a_s, b_s))
         decision = "faster" if found["low"] > 1 else "slower" if found["high"] < 1 else "undecided"
-        row = {"name": f"{kind}workers={label}", "a": f"{kind}no workers", "b": f"{kind}workers={label}"}
+        row: dict[str, Any] = {
+            "name": f"{kind}workers={label}",
+            "a": f"{kind}no workers",
+            "b": f"{kind}workers={label}",
+        }
         row |= {"label": label, "workers": loader.num_workers, "threads": threads}
         row |= {"seconds_a": a_s, "seconds_b": b_s, "step_s": statistics.median(a_s) / found["ratio"]}
         rows.append({**row, **found, "decision": decision})

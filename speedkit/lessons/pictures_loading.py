@@ -66,12 +66,12 @@ def decoders(rows: Sequence[Row], title: str) -> Figure:
     for change, members in groups.items():
         lines += [(change, None), *members]
     figure, axes = new_figure(0.27 * len(lines) + 1.3, [label for label, _ in lines])
-    for y, (_, row) in enumerate(lines):
-        if row is None:
+    for y, (_, ratio) in enumerate(lines):
+        if ratio is None:
             axes.get_yticklabels()[y].set_fontweight("bold")
         else:
-            mark(axes, y, row)
-            write_beside(axes, y, ratio_text(row))
+            mark(axes, y, ratio)
+            write_beside(axes, y, ratio_text(ratio))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 the one named first is faster")
     axes.autoscale_view(scaley=False)
