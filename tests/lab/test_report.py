@@ -18,7 +18,8 @@ MORE = {"mean_change": 0.01, "lower": -0.05}
 def record(tuning):
     """Of a tuning whose headline is over the careful plan."""
     careful = FASTER | {"ratio": 2.98, "low": 2.9, "high": 3.1}
-    return tuning | {"speedup": FASTER | {"ratio": 3.9, "low": 3.8, "high": 4.0}, "speedup_careful": careful}
+    quiet = tuning | {"busy": []}  # the published one names what ran beside it
+    return quiet | {"speedup": FASTER | {"ratio": 3.9, "low": 3.8, "high": 4.0}, "speedup_careful": careful}
 
 
 def page_of(record, tmp_path, **options):

@@ -244,7 +244,7 @@ def test_a_cached_data_set_makes_nothing_in_the_second_epoch(workers):
     loader = DataLoader(paste("12", data=source).data, batch_size=2, num_workers=workers)
     first = [*loader]
     made = source.made.tolist()
-    assert made == [3, 1, 1, 1, 1, 1]  # the first item told the shape, too, and was made again to compare
+    assert made == [9, 1, 1, 1, 1, 1]  # the first item told the shape, too, and was made again to compare
     for (inputs, targets), (again, labels) in zip(first, loader, strict=True):
         assert torch.equal(inputs, again) and torch.equal(targets, labels)
         assert inputs.dtype == torch.uint8 and torch.equal(inputs[:, 0].long(), targets)
