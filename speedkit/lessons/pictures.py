@@ -102,9 +102,14 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     round_ticks(axes.xaxis)
     low, high = axes.get_xlim()
     axes.set_xticks([1.0, *(tick for tick in axes.get_xticks() if low <= tick <= high and abs(tick - 1) > 0.02)])
+    caption_of_marks(figure, title)
+    return figure
+
+
+def caption_of_marks(figure: Figure, title: str) -> None:
+    """Add the title, and below the figure what a `mark` is."""
     interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval; a filled point: it leaves out 1")
     add_caption(figure, title, [interval])
-    return figure
 
 
 def larger_gain(rows: Mapping[str, Mapping[str, Any]]) -> str:

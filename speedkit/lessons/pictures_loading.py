@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from matplotlib import style
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from speedkit.lab.figures import (
     BLUE,
@@ -14,13 +13,12 @@ from speedkit.lab.figures import (
     INK,
     ON_ALL,
     STYLE,
-    add_caption,
     new_figure,
     ratio_text,
     round_ticks,
     write_beside,
 )
-from speedkit.lessons.pictures import mark
+from speedkit.lessons.pictures import caption_of_marks, mark
 from speedkit.lessons.pictures_courses import side_by_side
 
 Row = Mapping[str, Any]
@@ -76,6 +74,5 @@ def decoders(rows: Sequence[Row], title: str) -> Figure:
     axes.set(xscale="log", xlabel="time ratio, log scale: above 1 the one named first is faster")
     axes.autoscale_view(scaley=False)
     round_ticks(axes.xaxis)
-    interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval; a filled point: it leaves out 1")
-    add_caption(figure, title, [interval])
+    caption_of_marks(figure, title)
     return figure
