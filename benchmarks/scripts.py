@@ -158,6 +158,7 @@ class Script:
         source = checkouts / row["repository"].split("/")[1]
         self.root = scratch / row["name"]
         shutil.copytree(source, self.root, ignore=shutil.ignore_patterns(".git"))
+        subprocess.run(["git", "init", "--quiet", self.root], check=True)  # all its files are the author's own
         self.folder = self.root / row["folder"]
         for part in row["data"].split():
             kind, place = part.split(":")
@@ -169,7 +170,7 @@ class Script:
         patched.root = self.root.with_name(f"{self.root.name}-patched")
         patched.folder = patched.root / self.row["folder"]
         shutil.copytree(self.root, patched.root)
-        subprocess.run(["git", "apply", diff], cwd=(patched.folder / self.row["script"]).parent, check=True)
+        subprocess.run(["git", "apply", diff], cwd=patched.root, check=True)
         return patched
 
     def run(self, *before: str) -> tuple[int, list[str], float]:

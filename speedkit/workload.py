@@ -76,6 +76,11 @@ class Workload:
             return self.train
         return None
 
+    @property
+    def of_frames(self) -> bool:
+        """Whether a batch of buckets holds equally many frames, not samples: where the loss is a mean over frames."""
+        return self.count is not None
+
 
 def right_class(outputs: Tensor, batch: Batch) -> Tensor:
     """Return 1 where the largest of the outputs [B, K] is the target's, else 0: [B]."""

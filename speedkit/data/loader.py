@@ -113,7 +113,7 @@ class BatchStream:
             seed,
             drop_last=drop_last,
             lengths=self.lengths if plan.bucket and seed is not None else None,
-            of_frames=workload.count is not None,
+            of_frames=workload.of_frames,
             rank=rank,
             world_size=world_size,
             multiple=TENSOR_CORES if device.type == "cuda" else 1,

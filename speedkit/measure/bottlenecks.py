@@ -129,6 +129,8 @@ def _data_bottlenecks(breakdown: Breakdown, hardware: Hardware) -> Iterator[Bott
             change = CHEAPER
             saved = (0.0, 1.0)
             evidence += f"; {facts.why_not_kept or 'other workers or a cache would not help'}"
+        else:
+            evidence += "; a cache helps from the second epoch on"
         yield Bottleneck(name, wait_s * cost_s / sum(costs.values()), change, evidence, saved=saved)
 
 

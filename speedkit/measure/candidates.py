@@ -132,7 +132,7 @@ def frames_saved(workload: Workload, recipe: Recipe) -> float:
         return 1.0
     lengths = torch.tensor([workload.length(item) for item in workload.train])
     plain = BatchSampler(len(lengths), recipe.batch_size, recipe.seed)
-    buckets = dataclasses.replace(plain, lengths=lengths, of_frames=workload.count is not None)
+    buckets = dataclasses.replace(plain, lengths=lengths, of_frames=workload.of_frames)
     return padded_frames(plain, lengths) / padded_frames(buckets, lengths)
 
 

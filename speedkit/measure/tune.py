@@ -90,11 +90,14 @@ def prove(job: Tuning, plan: Plan, name: str = "final") -> tuple[Plan, Row, Row]
 
 
 def stalled(final: Row, trained: Row) -> bool:
-    """Return whether steps of whole trainings take longer than the short turns of the final figures allow."""
+    """Return whether steps of whole trainings take longer than the short turns of the final figures allow.
+
+    The machine may have become slower since. How much is seen by the trainings of the baseline, in turns with them.
+    """
     if trained["training_step_s"] is None:
         return False
-    longest_s = final["step_s"]["baseline"] / final["baseline"]["low"]
-    return bool(trained["training_step_s"]["final"] > STALLS * longest_s)
+    baseline_s = max(final["step_s"]["baseline"], trained["training_step_s"]["baseline"])
+    return bool(trained["training_step_s"]["final"] > STALLS * baseline_s / final["baseline"]["low"])
 
 
 def ablate(job: Tuning, accepted: Sequence[Trial], *, confirm: bool = False) -> tuple[Plan, list[Row]]:

@@ -251,7 +251,7 @@ def build_learner(
     replica = ranks.apply_data_parallel(model, recipe, precision)  # sharding comes after the rest
     optimizer = build_optimizer(model.parameters(), recipe, fused=plan.fused_optimizer)
     micro_batch = ranks.share
-    if workload.own_loader is not None or (plan.bucket and workload.count is not None):
+    if workload.own_loader is not None or (plan.bucket and workload.of_frames):
         micro_batch = ALL  # a user's batches may be larger than their first one; those of equally many frames are
     if plan.micro_batch is not None:
         micro_batch = min(int(plan.micro_batch), micro_batch)

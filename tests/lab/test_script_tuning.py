@@ -204,6 +204,17 @@ def test_a_loader_made_anew_is_the_loops_own_and_another_is_not(again, fetched):
     assert batches._num_yielded == fetched
 
 
+def test_an_epoch_that_began_before_the_tuning_has_as_many_batches_as_ever():
+    net = nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(Items(), 8)
+    batches = iter(loader)
+    before = [next(batches), next(batches)]
+    feed = Feed(loop_of(net, torch.optim.SGD(net.parameters()), loader), {id(batches): loader}, this_machine("cpu"))
+    with feed.installed():
+        feed.set({"cache": "ram"})
+        assert len(before) + len(list(batches)) == len(loader)
+
+
 def test_another_loader_gives_an_epoch_as_many_batches_and_its_workers_stand_still_between_turns():
     net = nn.Linear(4, 1)
     loader = torch.utils.data.DataLoader(Items(), 8)

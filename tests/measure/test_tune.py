@@ -285,13 +285,17 @@ def test_payback_counts_what_it_takes_to_prepare(compile_s, pays_back_after_s):
     assert paid["pays_back_after_s"] == pays_back_after_s, "as much of both trainings is done by then"
 
 
-@pytest.mark.parametrize(("training_step_s", "expected"), [(0.27, False), (0.28, True), (None, False)])
+@pytest.mark.parametrize(
+    ("baseline_s", "final_s", "expected"),
+    [(0.5, 0.27, False), (0.5, 0.28, True), (1.2, 0.32, False), (1.2, 0.33, True)],
+    ids=["as long as allowed", "longer", "on a machine that became slower", "longer than that machine explains"],
+)
 def test_whole_trainings_are_stalled_that_take_longer_than_the_interval_of_short_turns_allows(
-    training_step_s, expected
+    baseline_s, final_s, expected
 ):
     final = {"step_s": {"baseline": 1.0, "final": 0.25}, "baseline": {"ratio": 4.0, "low": 3.75, "high": 4.2}}
-    steps = training_step_s and {"baseline": 0.5, "final": training_step_s}
-    assert stalled(final, {"training_step_s": steps}) == expected
+    assert stalled(final, {"training_step_s": {"baseline": baseline_s, "final": final_s}}) == expected
+    assert not stalled(final, {"training_step_s": None}), "nothing was trained"
 
 
 @pytest.mark.slow

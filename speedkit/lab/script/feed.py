@@ -57,7 +57,7 @@ class Feed:
         self.stream: Iterator[Any] | None = None  # that is switched on
         self.own: Any = None  # the script's latest iterator
         self.mixed = False  # batches of several
-        self.given: Counter[int] = Counter()  # batches of the script's iterators
+        self.instead: Counter[int] = Counter()  # batches in the place of those of the script's iterators
         self.record: list[tuple[Any, RandomStates]] | None = None
         self.replay: deque[tuple[Any, RandomStates]] | None = None
 
@@ -173,7 +173,7 @@ class Feed:
                 self.own = iterate(loader)
             finally:
                 self.loop.timeline.end()
-            self.given[id(self.own)] = 0
+            self.instead[id(self.own)] = 0
             return self.own
 
         return iterator
@@ -187,8 +187,8 @@ class Feed:
             self.mixed |= self.stream is not None or self.replay is not None
             if self.mixed and self._ended(batches):
                 raise StopIteration
-            first = not self.given[id(batches)]
-            self.given[id(batches)] += 1
+            first = not self._given(batches)
+            self.instead[id(batches)] += bool(self.replay) or self.stream is not None
             if self.replay:
                 kept, states = self.loop.next_batch(deque.popleft, self.replay)
                 batch = copy.deepcopy(kept)
@@ -208,8 +208,12 @@ class Feed:
 
     def _ended(self, batches: Any) -> bool:
         with contextlib.suppress(TypeError):  # of a stream, without a length
-            return self.given[id(batches)] >= len(self.loader)
+            return self._given(batches) >= len(self.loader)
         return False
+
+    def _given(self, batches: Any) -> int:
+        """Return how many batches of its epoch the script has got, those before the tuning began included."""
+        return int(batches._num_yielded) + self.instead[id(batches)]
 
 
 @contextlib.contextmanager
