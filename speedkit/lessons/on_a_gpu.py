@@ -28,7 +28,7 @@ UNITS = {
     "seconds_by_kind": ("ms (predicted)", 1e3),
 }
 FACTOR = "typical error (a factor)"
-ROOM = 10  # calls that a row of an order has room for
+ROOM = 10  # how long each row of an order is
 
 ASKED = {  # what, and whether on a stream of its own
     ("copy", False): (ORANGE, "a copy from the host"),
@@ -109,8 +109,8 @@ def rented(workload: Workload, recipe: Recipe, gpu: str) -> None:
 def order(gpu: str = "H100") -> Figure:
     """Return what the host asks of a GPU in a step: copies, waits and kernels, in the order of its calls.
 
-    Each box has its number of calls. No length is a time: kernels fill each row up, so that all rows end alike. A
-    stream that only copies is drawn above the one that computes, for both run at once.
+    No length is a time: kernels fill each row up, so that all rows end alike. A stream that only copies is drawn above
+    the one that computes, for both run at once.
     """
     plans = counts("orders", gpu)
     figure, axes = new_figure(0.5 * len(plans) + 1.3, [*plans])
@@ -121,9 +121,9 @@ def order(gpu: str = "H100") -> Figure:
             lane = (y - 0.52, 0.25) if aside else (y - 0.24, 0.48)
             axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
             words = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
-            axes.text(ends[aside] + width / 2, sum(lane) - lane[1] / 2, f"{number}", **words)
+            axes.text(ends[aside] + width / 2, sum(lane) - lane[1] / 2, what, **words)
             ends[aside] += width
-    about = "the order of the host's calls, from left to right (number: calls); no length is a time"
+    about = "the order of the host's calls, from left to right; no length is a time"
     axes.set(xlim=(0, ROOM), xticks=[], xlabel=about)
     marks = [Patch(color=colour, label=label) for colour, label in ASKED.values()]
     add_caption(figure, "An order, no durations: as it comes, the host waits after each copy", marks)
