@@ -120,8 +120,8 @@ def order(gpu: str = "H100") -> Figure:
             width = ROOM - ends[aside] if what == "kernels" else number
             lane = (y - 0.52, 0.25) if aside else (y - 0.24, 0.48)
             axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
-            words = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
-            axes.text(ends[aside] + width / 2, sum(lane) - lane[1] / 2, what, **words)
+            middle = ends[aside] + width / 2, lane[0] + lane[1] / 2
+            axes.text(*middle, what, ha="center", va="center", color="white", fontsize=8)
             ends[aside] += width
     about = "the order of the host's calls, from left to right; no length is a time"
     axes.set(xlim=(0, ROOM), xticks=[], xlabel=about)
