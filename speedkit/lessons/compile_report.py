@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from speedkit.train import compile as compiling
+
 
 class CompileReport(NamedTuple):
     """What was compiled in a stretch of time."""
@@ -54,6 +56,12 @@ def graphs_of(function: Callable[..., Any], *calls: tuple[Any, ...], dynamic: bo
     report = counted.report()
     why = "; ".join(text.rpartition("`: ")[2] for text in report.breaks)
     return {"function": function.__name__, "calls": len(calls), "graphs": report.graphs, "why": why}
+
+
+def thousand_calls(function: Callable[..., Any], argument: Any) -> Callable[[], Any]:
+    """Return what calls the compiled `function` a thousand times."""
+    compiled = torch.compile(function, backend=compiling.BACKEND)
+    return lambda: [compiled(argument) for _ in range(1000)]
 
 
 def _place(graph_break: Any) -> str:

@@ -1,21 +1,23 @@
-"""What lessons work out of costs beside what they save: a cache's build, the copy of a batch, casts to 16 bits."""
+"""What lessons work out of costs beside what they save: a cache's build, the copy of a batch."""
 
-import os
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch.autograd.profiler import profile
 
 from speedkit.clock import timed
 from speedkit.lessons.on_a_gpu import counts
 from speedkit.measure.compare import Comparison
 
-CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
-
 
 def each_us(parts: Mapping[str, Callable[[], Any]], items: int) -> dict[str, float]:
     """Return the microseconds of each part, by name, for one of the `items` that it handles on a CPU, at the least."""
     return {name: 1e6 * min(timed(part, "cpu", 20)) / items for name, part in parts.items()}
+
+
+def milliseconds(*rows: Mapping[str, Any]) -> dict[str, float]:
+    """Return the median time of each side that was timed in these rows of `measurements`, by the side's name."""
+    seconds = {row[side]: row[f"seconds_{side}"] for row in rows for side in "ab"}
+    return {f"{name}, ms": 1e3 * statistics.median(turns) for name, turns in seconds.items()}
 
 
 def payback(build_s: float, row: Comparison, steps: int) -> tuple[list[float], dict[str, Any]]:
@@ -47,18 +49,3 @@ def copies(bytes_per_s: Mapping[str, float]) -> tuple[list[dict[str, Any]], list
             rows.append(row | {"gain": f"{1 / (1 - low):.2f} to {1 / (1 - high):.2f}"})
             shares.append((low, high))
     return rows, shares
-
-
-def casts(row: Mapping[str, Any], function: Callable[[], Any]) -> dict[str, Any]:
-    """Return a measured ratio, the share of casts in the time of its side B, `function`, and the ratio without them.
-
-    PyTorch's profiler books the host's time, which on a CPU is all; small operations look longer than they are.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no message on machines without a GPU
-    with profile() as run:
-        for _ in range(20):
-            function()
-    own = {event.key: event.self_cpu_time_total for event in run.key_averages()}
-    share = sum(own.get(name, 0.0) for name in CASTS) / sum(own.values())
-    gain = row["ratio"]
-    return {"net": row["name"], "gain": gain, "casts take": share, "gain without casts": gain / (1 - share)}

@@ -28,12 +28,13 @@ UNITS = {
     "seconds_by_kind": ("ms (predicted)", 1e3),
 }
 FACTOR = "typical error (a factor)"
+ROOM = 10  # how long each row of an order is
 
 ASKED = {  # what, and whether on a stream of its own
     ("copy", False): (ORANGE, "a copy from the host"),
     ("copy", True): (GREEN, "a copy on a stream of its own"),
     ("wait", False): (GREY, "the host waits for it"),
-    ("kernels", False): (BLUE, "kernels, in twenties"),
+    ("kernels", False): (BLUE, "kernels"),
 }
 
 
@@ -108,19 +109,22 @@ def rented(workload: Workload, recipe: Recipe, gpu: str) -> None:
 def order(gpu: str = "H100") -> Figure:
     """Return what the host asks of a GPU in a step: copies, waits and kernels, in the order of its calls.
 
-    A stream that only copies is drawn above the one that computes, for both run at once.
+    No length is a time: kernels fill each row up, so that all rows end alike. A stream that only copies is drawn above
+    the one that computes, for both run at once.
     """
     plans = counts("orders", gpu)
     figure, axes = new_figure(0.5 * len(plans) + 1.3, [*plans])
     for y, events in enumerate(plans.values()):
         ends = {False: 0.0, True: 0.0}  # of the stream that computes, and of the one that only copies
         for what, aside, number in events:
-            width = number / 20 if what == "kernels" else number
-            lane = (y - 0.48, 0.2) if aside else (y - 0.24, 0.48)
+            width = ROOM - ends[aside] if what == "kernels" else number
+            lane = (y - 0.52, 0.25) if aside else (y - 0.24, 0.48)
             axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
+            middle = ends[aside] + width / 2, lane[0] + lane[1] / 2
+            axes.text(*middle, what, ha="center", va="center", color="white", fontsize=8)
             ends[aside] += width
-    about = "the order of the host's calls on each stream, from left to right; lengths are counts, not times"
-    axes.set(xlim=(0, None), xticks=[], xlabel=about)
+    about = "the order of the host's calls, from left to right; no length is a time"
+    axes.set(xlim=(0, ROOM), xticks=[], xlabel=about)
     marks = [Patch(color=colour, label=label) for colour, label in ASKED.values()]
-    add_caption(figure, "As it comes the host waits for each copy; from page-locked memory for none", marks)
+    add_caption(figure, "An order, no durations: as it comes, the host waits after each copy", marks)
     return figure

@@ -1,10 +1,9 @@
-"""What lessons work out of costs, and draw: when a build is back, what a copy and casts take."""
+"""What lessons work out of costs, and draw: when a build is back, what a copy takes."""
 
 import types
 
 import pandas
 import pytest
-import torch
 
 from speedkit.lessons import costs, pictures_bits, pictures_costs
 
@@ -29,13 +28,6 @@ def test_a_copy_is_a_larger_share_of_a_step_in_16_bits_and_hiding_it_gains_that_
     assert len(pictures_costs.copies(rows, shares, title="shares").axes[0].patches) == 2 * len(rows)
 
 
-def test_casts_are_a_share_of_the_time_and_the_gain_without_them_is_larger():
-    numbers = torch.randn(1000)
-    told = costs.casts({"name": "small", "ratio": 0.5}, lambda: numbers.bfloat16() + 1)
-    assert 0 < told["casts take"] < 1 and told["gain without casts"] > told["gain"] == 0.5
-    assert costs.casts({"name": "none", "ratio": 0.5}, numbers.sin)["casts take"] == 0
-
-
 def test_each_part_has_its_time_for_one_item():
     assert costs.each_us({"nothing": lambda: None}, 10)["nothing"] < 1e3
 
@@ -44,7 +36,7 @@ def test_dots_curves_and_widths_are_drawn():
     table = pandas.DataFrame({"kind": ["a", "a", "b"], "loss": [1.0, 2.0, 3.0]})
     [axes] = pictures_costs.seeds(table, "kind", ["loss"], title="dots").axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
-    assert len(pictures_costs.curves({1: 2.0, 2: 3.0}, {1: 2.0, 2: 4.0}, unit="clips", title="two").axes[0].lines) == 2
-    rows = [{"width": width, "gain at best": gain} for width, gain in ((512, 0.7), (8192, 1.6))]
+    assert len(pictures_costs.curves({1: 2.0, 2: 3.0}, {1: 2.0, 2: 4.0}, title="two").axes[0].lines) == 2
+    rows = [{"rows": count, "width": width, "gain at best": 1.0} for count in (1024, 4096) for width in (512, 8192)]
     assert "FP8" in pictures_costs.widths(rows, title="FP8 pays").get_suptitle()
     assert [row["from 1 to 2"] for row in pictures_bits.formats()] == [128, 8, 4]
