@@ -363,10 +363,12 @@ def test_the_quiet_loop_learns_the_same_and_reads_where_it_prints(capsys):
     reads = audit(
         lambda: seen.append(paste("26", **script(model, data, batch_size=2, fused=True))), torch.device("cpu")
     )
-    assert torch.stack(seen[0].losses).tolist() == losses[50:]  # those before were printed
+    assert torch.stack(seen[0].kept)[:, 0].tolist() == losses[50:]  # those before were printed
     in_loop = [read.count for read in reads if read.line > 4]  # where an epoch begins, a DataLoader draws a seed
     assert in_loop == [1]
-    assert f"step 50: {torch.tensor(losses[:50]).mean():.4f}" in capsys.readouterr().out
+    step, *means = capsys.readouterr().out.replace("[", "").replace("]", "").replace(",", "").split()
+    loss, norm, accuracy = map(float, means)
+    assert step == "50" and loss == pytest.approx(sum(losses[:50]) / 50) and norm > 0 and 0 <= accuracy <= 1
 
 
 def test_what_is_computed_twice_is_not_kept_and_changes_no_gradient():
