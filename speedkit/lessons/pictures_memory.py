@@ -80,7 +80,7 @@ def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
             axes.barh(y + shift, 100 * row[key] / plain[key], 0.25, color=colour, label="" if y else name)
             write_beside(axes, y + shift, f"{row[key] / unit:.3g} of {plain[key] / unit:.3g} {name}")
         axes.plot([100 * row["low"], 100 * row["high"]], [y + 0.27] * 2, "|-", markersize=7, **ON_ALL)
-    axes.axvline(100, color=INK, linewidth=0.8)
-    axes.set(xlabel="per cent of keeping all (line: 99 % interval of the time)")
+    axes.axvline(100, color=INK)
+    axes.set_xlabel("per cent of keeping all (line: 99 % interval of the time)")
     add_caption(figure, title, about="blocks: only a block's input is kept; selective: results of products, too")
     return figure

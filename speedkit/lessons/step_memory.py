@@ -26,8 +26,8 @@ def memory_of(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, int]:
     steps = train(training)
     next(steps)  # the optimizer's state is made here
     weights = sum(weight.nbytes for weight in training.learner.model.parameters())
-    states = [each for state in training.learner.optimizer.state.values() for each in state.values()]
-    optimizer = sum(each.nbytes for each in states if torch.is_tensor(each))
+    states = training.learner.optimizer.state.values()
+    optimizer = sum(each.nbytes for state in states for each in state.values() if torch.is_tensor(each))
 
     def loss() -> Any:
         with training.learner.precision.context:
@@ -60,5 +60,4 @@ def fits_between_holes(first: Callable[[], Any], device: torch.device) -> bool:
         return False
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        held.clear()
     return True
