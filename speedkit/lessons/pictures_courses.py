@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from speedkit.lab.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure, round_ticks
+from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ORANGE, STYLE, new_figure, round_ticks
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
-NAN = "the loss is NaN"
 Row = Mapping[str, Any]
 
 
@@ -28,7 +27,6 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 
         width = 4.0 if number < panels else 1.5  # seen below a line that lies on it
         axes.plot(range(1, len(values) + 1), values, looks, color=colour, label=name, linewidth=width)
         bad = [step for step, value in enumerate(values, 1) if math.isnan(value)]
-        named = any(line.get_label() == NAN for line in axes.lines)
         if bad:  # at the top edge: a NaN has no height
             axes.plot(
                 bad,
@@ -38,7 +36,7 @@ def losses(courses: Mapping[str, Sequence[float]], *, title: str, panels: int = 
                 mew=width,
                 transform=axes.get_xaxis_transform(),
                 clip_on=False,
-                label="" if named else NAN,
+                label="skipped step" if name.endswith("skip") else "the loss is NaN",
             )
         _finish(axes, xlabel="step", ylabel="loss")
     return figure
@@ -99,14 +97,15 @@ def lengths(rows: Sequence[Row], title: str) -> Figure:
 
 @style.context(STYLE)
 def efficiencies(courses: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> Figure:
-    """Return efficiency by the number of GPUs, a line of (GPUs, efficiency) for each name."""
+    """Return efficiency by the number of GPUs, a line of (GPUs, efficiency) for each name; eight are in a machine."""
     figure, axes = new_figure(3.2, title=title)
     for (name, points), colour in zip(courses.items(), COLOURS, strict=False):
         counts, values = zip(*points, strict=True)
         axes.plot(counts, [100 * value for value in values], "o-", markersize=3, color=colour, label=name)
     _count_in_powers(axes, counts)
     axes.set(ylim=(0, 105))
-    _finish(axes, xlabel="GPUs", ylabel="efficiency, per cent")
+    axes.axvline(8, color=INK, linestyle="--")
+    _finish(axes, xlabel="GPUs (dashed: the eight of one machine)", ylabel="efficiency, per cent")
     return figure
 
 
