@@ -28,7 +28,7 @@ def roofline(
         knee = rate / bandwidth
         axes.plot([left, knee, right], [left * bandwidth / 1e9, rate / 1e9, rate / 1e9], color=colour)
         where = (right, 1.06 * rate / 1e9)
-        axes.text(*where, f"products in {name}: {rate / 1e9:.0f} GFLOP/s", ha="right", va="bottom", color=colour, fontsize=8.5)
+        axes.text(*where, f"products in {name}: {rate / 1e9:.0f}", ha="right", va="bottom", color=colour, fontsize=8.5)
     memory = f"memory: {bandwidth / 1e9:.0f} GB/s"
     axes.text(1.5 * left, left * bandwidth / 1e9, memory, va="bottom", fontsize=8.5)
     first = min(steps.values(), key=lambda step: step["FLOPs per byte"])
