@@ -98,7 +98,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
     axes.autoscale_view(scaley=False)
-    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
+    axes.set(xscale="log", xlabel="speed ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
     low, high = axes.get_xlim()
     axes.set_xticks([1.0, *(tick for tick in axes.get_xticks() if low <= tick <= high and abs(tick - 1) > 0.02)])

@@ -25,7 +25,7 @@ def promises(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         mark(axes, y, row)
         write_beside(axes, y, f"{row['ratio']:.2f}× {row['verdict']}")
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
-    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 is faster")
+    axes.set(xscale="log", xlabel="speed ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
     colours = {"promised": PROMISED, "measured": BLUE}
     marks = [Patch(color=colour, label=label) for label, colour in colours.items()]

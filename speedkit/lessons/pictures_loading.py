@@ -35,7 +35,7 @@ def sweep(panels: Mapping[str, Sequence[Row]], title: str) -> Figure:
         places = range(len(rows))
         measured = np.array([row["step_s"] for row in rows]) * 1e3
         axes.bar(places, [1e3 * row["predicted_s"] for row in rows], 0.6, color="#F3C6A5", label="predicted")
-        axes.plot(places, measured, "o", color=BLUE, label="measured (line: 99 % interval)")
+        axes.plot(places, measured, "o", color=BLUE, label="measured (line: 99 % interval; ×: speed over no workers)")
         for place, row in enumerate(rows[1:], 1):
             axes.plot([place] * 2, [measured[0] / row["high"], measured[0] / row["low"]], zorder=4, **ON_ALL)
             ratio = f"{row['ratio']:.2f}×"
@@ -71,7 +71,7 @@ def decoders(rows: Sequence[Row], title: str) -> Figure:
             mark(axes, y, ratio)
             write_beside(axes, y, ratio_text(ratio))
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
-    axes.set(xscale="log", xlabel="time ratio, log scale: above 1 the one named first is faster")
+    axes.set(xscale="log", xlabel="speed ratio, log scale: above 1 the one named first is faster")
     axes.autoscale_view(scaley=False)
     round_ticks(axes.xaxis)
     caption_of_marks(figure, title)

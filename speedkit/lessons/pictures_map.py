@@ -29,7 +29,7 @@ def roofline(
         axes.plot([left, knee, right], [left * bandwidth / 1e9, rate / 1e9, rate / 1e9], color=colour)
         where = (right, 1.06 * rate / 1e9)
         axes.text(*where, f"products in {name}: {rate / 1e9:.0f}", ha="right", va="bottom", color=colour, fontsize=8.5)
-    memory = f"memory: {bandwidth / 1e9:.0f} GB per second"
+    memory = f"memory: {bandwidth / 1e9:.0f} GB/s"
     axes.text(1.5 * left, left * bandwidth / 1e9, memory, va="bottom", fontsize=8.5)
     first = min(steps.values(), key=lambda step: step["FLOPs per byte"])
     for name, step in steps.items():
@@ -41,7 +41,7 @@ def roofline(
         if step is first:  # whose label would run into the next one's
             label |= {"xytext": (-6, -3), "ha": "right"}
         axes.annotate(xy=(intensity, rate / 1e9), textcoords="offset points", va="top", **label)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="GFLOP per second")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="GFLOP/s")
     axes.set_ylim(min(lowest, left * bandwidth) / 2e9, 1.6 * fastest / 1e9)
     for axis in (axes.xaxis, axes.yaxis):
         round_ticks(axis)
