@@ -74,10 +74,9 @@ def told(step: Row, first: Row) -> dict[str, Any]:
 
 def on_each(run: NotebookRun, what: str) -> "DataFrame":
     """Record and return what was counted on each GPU by name: `what` is layouts or attention_kernels."""
-    return run.table(
-        f"{what} on a GPU (counted)",
-        [{"name": name, **{gpu: counts(what, gpu)[name] for gpu in GPUS}} for name in counts(what, "H100")],
-    )
+    found = {gpu: counts(what, gpu) for gpu in GPUS}
+    rows = [{"name": name} | {gpu: found[gpu][name] for gpu in GPUS} for name in found["H100"]]
+    return run.table(f"{what} on a GPU (counted)", rows)
 
 
 def parts(run: NotebookRun, workload: str, *plans: str, of: str = "kernels", gpu: str = "H100") -> "DataFrame":
