@@ -1,6 +1,8 @@
 """`speedkit profile SCRIPT`: scripts run as Python would run them, learn the same, and the planted cause is named."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from processes import python
@@ -123,6 +125,18 @@ time.sleep(0.5)
 pool.terminate()  # which waits until its processes have ended
 pool.join()
 """
+
+
+@pytest.mark.slow
+def test_a_busy_machine_is_named_beside_the_answer(tmp_path):
+    """Met beside another program: a worker was advised for a core that was not free, and made steps 1.25 as long."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        result = run(tmp_path, STEPS, *PROFILE)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert "at work beside it: profile it again on a quiet machine" in result.stdout, result.stderr
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from speedkit.busy import LITTLE, others, told
 from speedkit.files import claim_folder, read_json, write_json
 from speedkit.lab.frameworks import change_in_words
 from speedkit.lab.script.accounting import install
@@ -224,6 +225,10 @@ def report(seen: ScriptProfile, path: Path, *, ranks: int, against: Row | None) 
     loop = seen.loop
     assert loop is not None
     loop.notes += seen.left_out()
+    if ranks == 1 and loop.device.type == "cpu":  # elsewhere the other ranks are at work, as they should be
+        cores = others()
+        if sum(cores.values()) > LITTLE:
+            loop.notes.append(f"{told(cores)} at work beside it: profile it again on a quiet machine")
     loop.conclude(show=True)
     for row in loop.bottlenecks:
         row["in_words"] = change_in_words(row["change"], seen.framework)
@@ -248,9 +253,9 @@ def report(seen: ScriptProfile, path: Path, *, ranks: int, against: Row | None) 
     }
     write_json(seen.folder / "breakdown.json", loop.breakdown.as_dict() | facts)
     print(f"breakdown.json in {seen.folder}", flush=True)
-    others = [*seen.folder.parent.glob("rank*/breakdown.json")]
-    if 1 < ranks == len(others):  # the last of them has it
-        print(waited_for(sorted(others)), flush=True)
+    of_ranks = [*seen.folder.parent.glob("rank*/breakdown.json")]
+    if 1 < ranks == len(of_ranks):  # the last of them has it
+        print(waited_for(sorted(of_ranks)), flush=True)
 
 
 def waited_for(breakdowns: Sequence[Path]) -> str:
