@@ -3,7 +3,7 @@
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,15 +80,10 @@ def detection(gain: float, trials: int, noises: Sequence[Sequence[float]]) -> di
             start = rng.randrange(len(noise))
             block = [noise[(start + offset) % len(noise)] for offset in range(BLOCK)]
             drawn += [each + math.log1p(gain) for each in block]
-        says, pairs = next(_looks(drawn, decide))
+        for pairs in LOOKS:
+            says = decide(drawn[:pairs])
+            if says != "undecided":
+                break
         words[says] += 1
         spent += pairs
     return {"gain": gain, **{word: count / trials for word, count in words.items()}, "pairs": spent / trials}
-
-
-def _looks(logs: Sequence[float], rule: Callable[[list[float]], str]) -> Iterator[tuple[str, int]]:
-    """Yield what the rule says at the first look that decides, else at the last."""
-    for pairs in LOOKS:
-        says = rule(list(logs[:pairs]))
-        if says != "undecided" or pairs == LOOKS[-1]:
-            yield says, pairs

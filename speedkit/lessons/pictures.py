@@ -23,6 +23,7 @@ from speedkit.lab.figures import (
     GREY,
     INK,
     ON_ALL,
+    ORANGE,
     STYLE,
     add_caption,
     new_figure,
@@ -89,12 +90,17 @@ def few_colours(png: bytes) -> bytes:
 
 
 @style.context(STYLE)
-def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1."""
+def ratios(rows: Sequence[Mapping[str, Any]], *, title: str, predicted: Sequence[Sequence[float]] = ()) -> Figure:
+    """Return a forest plot: each measured ratio with its 99 % interval, hollow where that holds 1.
+
+    `predicted` has for each row what was predicted of it, drawn as upright lines.
+    """
     figure, axes = new_figure(0.44 * len(rows) + 1.35, [row["name"] for row in rows])
     for y, row in enumerate(rows):
         mark(axes, y, row)
         write_beside(axes, y, ratio_text(row))
+    for y, values in enumerate(predicted):
+        axes.plot(values, [y] * len(values), "|", color=ORANGE, markersize=18, markeredgewidth=2, label="predicted")
     axes.axvline(1.0, color=INK, linewidth=0.8, zorder=1)
     axes.update_datalim([(0.95, 0), (1.05, 0)])  # or a difference of nothing would fill the figure
     axes.autoscale_view(scaley=False)
@@ -109,7 +115,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 def caption_of_marks(figure: Figure, title: str) -> None:
     """Add the title, and below the figure what a `mark` is."""
     interval = Line2D([], [], color=BLUE, linewidth=2, label="99 % interval; a filled point: it leaves out 1")
-    add_caption(figure, title, [interval])
+    add_caption(figure, title, [interval, *figure.axes[0].get_legend_handles_labels()[0][:1]])
 
 
 def larger_gain(rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -41,9 +41,9 @@ def sweep(panels: Mapping[str, Sequence[Row]], title: str) -> Figure:
             ratio = f"{row['ratio']:.2f}×"
             axes.annotate(ratio, (place, 0), (0, 5), textcoords="offset points", ha="center", fontsize=8.5, color=DARK)
         axes.set_xticks(places, [row["label"].replace(", ", "\n") for row in rows])
-        # A long interval would squeeze all others: it may end beyond the axes.
-        top = max(measured[0] / min(row["low"] for row in rows), 1e3 * max(row["predicted_s"] for row in rows))
-        axes.set(xlabel="workers", ylim=(0, 1.1 * min(top, 2.5 * measured.max())))
+        # One scale for all panels. A long interval would squeeze all others: it may end beyond the axes.
+        most_s = max(max(row["step_s"], row["predicted_s"]) for each in panels.values() for row in each)
+        axes.set(xlabel="workers", ylim=(0, 1250 * most_s))
         axes.set_title(name, loc="left", fontsize=9.5)
     every[0].set_ylabel("ms per step: lower is faster")
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

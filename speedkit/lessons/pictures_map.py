@@ -41,7 +41,12 @@ def roofline(
         if step is first:  # whose label would run into the next one's
             label |= {"xytext": (-6, -3), "ha": "right"}
         axes.annotate(xy=(intensity, rate / 1e9), textcoords="offset points", va="top", **label)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte that is moved", ylabel="GFLOP/s")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOPs for each byte that is moved (dotted: what a step misses)",
+        ylabel="GFLOP/s",
+    )
     axes.set_ylim(min(lowest, left * bandwidth) / 2e9, 1.6 * fastest / 1e9)
     for axis in (axes.xaxis, axes.yaxis):
         round_ticks(axis)
