@@ -104,7 +104,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     low, high = axes.get_xlim()
     if high < 12 * low:
         even = MaxNLocator(6, steps=[1, 2, 5])
-        axes.xaxis.set_major_locator(even if high < 4 * low else LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.xaxis.set_major_locator(even if high < 2 * low else LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.set_xticks([1.0, *(tick for tick in axes.get_xticks() if low <= tick <= high and abs(tick - 1) > 0.005)])
     caption_of_marks(figure, title)
     return figure
