@@ -117,14 +117,15 @@ def order(gpu: str = "H100") -> Figure:
     for y, events in enumerate(plans.values()):
         ends = {False: 0.0, True: 0.0}  # of the stream that computes, and of the one that only copies
         for what, aside, number in events:
-            width = ROOM - ends[aside] if what == "kernels" else number
             lane = (y - 0.52, 0.25) if aside else (y - 0.24, 0.48)
-            axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
-            middle = ends[aside] + width / 2, lane[0] + lane[1] / 2
-            axes.text(*middle, what, ha="center", va="center", color="white", fontsize=8)
-            ends[aside] += width
+            for _ in range(1 if what == "kernels" else number):
+                width = ROOM - ends[aside] if what == "kernels" else 1
+                axes.broken_barh([(ends[aside], width)], lane, facecolor=ASKED[what, aside][0], edgecolor="white")
+                middle = ends[aside] + width / 2, lane[0] + lane[1] / 2
+                axes.text(*middle, what, ha="center", va="center", color="white", fontsize=8)
+                ends[aside] += width
     about = "the order of the host's calls, from left to right; no length is a time"
     axes.set(xlim=(0, ROOM), xticks=[], xlabel=about)
     marks = [Patch(color=colour, label=label) for colour, label in ASKED.values()]
-    add_caption(figure, "An order, no durations: as it comes, the host waits after each copy", marks)
+    add_caption(figure, "As it comes the host waits after each copy, with pinned memory never", marks)
     return figure

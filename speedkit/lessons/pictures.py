@@ -15,6 +15,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator
 from PIL import Image
 
 from speedkit.errors import UsageError
@@ -107,7 +108,10 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, title: str, predicted: Sequence
     axes.set(xscale="log", xlabel="speed ratio, log scale: above 1 is faster")
     round_ticks(axes.xaxis)
     low, high = axes.get_xlim()
-    axes.set_xticks([1.0, *(tick for tick in axes.get_xticks() if low <= tick <= high and abs(tick - 1) > 0.02)])
+    if high < 12 * low:
+        even = MaxNLocator(6, steps=[1, 2, 5])
+        axes.xaxis.set_major_locator(even if high < 2 * low else LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.set_xticks([1.0, *(tick for tick in axes.get_xticks() if low <= tick <= high and abs(tick - 1) > 0.005)])
     caption_of_marks(figure, title)
     return figure
 

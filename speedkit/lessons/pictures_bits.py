@@ -1,7 +1,6 @@
 """What the lessons on 16 and 8 bits show: what is left of a number, by its size, in each format."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,23 +36,23 @@ def formats() -> list[dict[str, Any]]:
 
 
 @style.context(STYLE)
-def digits(formats: Sequence[str] = ("bf16", "e4m3", "e5m2", "INT8")) -> Figure:
+def digits() -> Figure:
     """Return the relative rounding error of numbers in each format, by how far they lie below the tensor's largest."""
     title = "A thousand times below the largest number INT8 keeps nothing, e4m3 its digits"
     figure, axes = new_figure(3.2, title=title)
     orders = torch.arange(0, 26)
     within = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
-    for name in formats:
+    for name, colour in COLOURS.items():
         errors = []
         for order in orders.tolist():
             values = (1 + within) * 2.0 ** (-order - 1)  # of one binary order each, 1 is the largest of all
             errors.append(float(((in_format(values, name, 1.0) - values) / values).abs().mean()))
-        axes.plot(orders, errors, "o-", markersize=3, color=COLOURS[name], label=name)
+        axes.plot(orders, errors, "o-", markersize=3, color=colour, label=name)
     axes.set(yscale="log", ylim=(5e-4, 1.6), xlabel="binary orders of magnitude below the tensor's largest number")
     axes.axvline(10, color=INK, linestyle="--")
     axes.text(10.2, 6e-3, "a thousand times below", color=INK, fontsize=8.5)
     axes.set(ylabel="relative error (1: all is lost)")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(visible=True, axis="both")
-    figure.legend(loc="outside lower left", ncols=len(formats))
+    figure.legend(loc="outside lower left", ncols=4)
     return figure

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from speedkit.lab.figures import BLUE, GREY, INK, ORANGE, STYLE, add_caption, new_figure, write_beside
-from speedkit.lessons.pictures_courses import side_by_side
+from speedkit.lessons.pictures_courses import count_in_powers, side_by_side
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -78,7 +77,7 @@ def copies(rows: Sequence[Mapping[str, Any]], shares: Sequence[tuple[float, floa
 def curves(before: Mapping[int, float], after: Mapping[int, float], *, title: str) -> Figure:
     """Return the rates of micro-batches by size, in per cent of the best: with memory given back, and kept."""
     figure, axes = new_figure(2.8)
-    _over_sizes(axes, [*before])
+    count_in_powers(axes, [*before])
     axes.plot([*before], [*before.values()], "o-", color=BLUE, label="memory given back (default)")
     axes.plot([*after], [*after.values()], "s--", color=ORANGE, label="memory kept")
     axes.set(xlabel="micro-batch, samples", ylabel="rate, % of its search's best", ylim=(0, None))
@@ -91,7 +90,7 @@ def curves(before: Mapping[int, float], after: Mapping[int, float], *, title: st
 def widths(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Return what FP8 gains at best by a layer's width and rows, and what was published of two layers."""
     figure, axes = new_figure(2.8)
-    _over_sizes(axes, sorted({row["width"] for row in rows}))
+    count_in_powers(axes, sorted({row["width"] for row in rows}))
     axes.axhline(1, color=GREY, linewidth=2)
     for count, colour, width, rate in PUBLISHED:
         best = {row["width"]: row["gain at best"] for row in rows if row["rows"] == count}
@@ -101,10 +100,3 @@ def widths(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     axes.grid(visible=True, axis="both")
     add_caption(figure, title)
     return figure
-
-
-def _over_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Give the axis of x a step for each doubling, and these sizes as its ticks."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())

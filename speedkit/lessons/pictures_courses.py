@@ -88,7 +88,7 @@ def lengths(rows: Sequence[Row], title: str) -> Figure:
             mine = [row for row in rows if row["kernel"] == name]
             values = [row[key] / unit for row in mine]
             axes.plot([row["length"] for row in mine], values, "o-", color=colour, label=name)
-        _count_in_powers(axes, sorted({row["length"] for row in rows}))
+        count_in_powers(axes, sorted({row["length"] for row in rows}))
         axes.set_yscale("log")
         round_ticks(axes.yaxis)
         _finish(axes, xlabel="sequence length, at the same number of tokens", ylabel=label)
@@ -102,7 +102,7 @@ def efficiencies(courses: Mapping[str, Sequence[tuple[int, float]]], *, title: s
     for (name, points), colour in zip(courses.items(), COLOURS, strict=False):
         counts, values = zip(*points, strict=True)
         axes.plot(counts, [100 * value for value in values], "o-", markersize=3, color=colour, label=name)
-    _count_in_powers(axes, counts)
+    count_in_powers(axes, counts)
     axes.set(ylim=(0, 105))
     axes.axvline(8, color=INK, linestyle="--")
     _finish(axes, xlabel="GPUs (dashed: the eight of one machine)", ylabel="efficiency, per cent")
@@ -116,7 +116,7 @@ def side_by_side(title: str, *widths: int) -> tuple[Figure, Sequence[Axes]]:
     return figure, figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
 
 
-def _count_in_powers(axes: Axes, counts: Sequence[int]) -> None:
+def count_in_powers(axes: Axes, counts: Sequence[int]) -> None:
     """Give the axis of x a step for each doubling, and these counts as its ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts])

@@ -1,14 +1,14 @@
 """What lessons show of memory: passes over it, and what micro-batches and checkpointing take, beside their time."""
 
 from collections.abc import Mapping, Sequence
+from statistics import linear_regression
 from typing import Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ON_ALL, ORANGE, STYLE, add_caption, new_figure, write_beside
-from speedkit.lessons.pictures_courses import side_by_side
+from speedkit.lessons.pictures_courses import count_in_powers, side_by_side
 
 
 @style.context(STYLE)
@@ -41,21 +41,20 @@ def tried(
 ) -> Figure:
     """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked.
 
-    The dashed line is a formula: the best size's cost per sample, and a fixed one, which is what size 1 takes beyond.
+    The dashed line is fitted by least squares to the seconds per sample: a fixed cost of each pass, and one per sample.
     """
     figure, (rate, memory) = side_by_side(title, 1, 1)
     best = max(rates.values())
-    fixed_s = 1 / rates[1] - 1 / best
-    model = [size / (fixed_s + size / best) for size in rates]
+    fixed_s, each_s = linear_regression([1 / size for size in rates], [1 / each for each in rates.values()])
+    fit = [size / (fixed_s + size * each_s) for size in rates]
     rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
     rate.plot([*rates], [*rates.values()], "o-", color=BLUE, label="measured")
-    rate.plot([*rates], model, "--", color=INK, label="by two costs (a formula)")
+    rate.plot([*rates], fit, "--", color=INK, label=f"fit: {1e3 * fixed_s:.2g} ms a pass, {1e3 * each_s:.2g} a sample")
     memory.plot([*rates], [peak_bytes[size] / 1e6 for size in rates], "o-", color=ORANGE)
     for axes, label in ((rate, f"{unit}/s: higher is faster"), (memory, "MB that a step takes")):
         axes.axvline(chosen, color=GREEN, linewidth=2, label=f"chosen: {chosen}")
-        axes.set(xscale="log", xlabel="micro-batch, samples", ylabel=label, ylim=(0, None))
-        axes.set_xticks([*rates], [str(size) for size in rates])
-        axes.xaxis.set_minor_locator(NullLocator())
+        count_in_powers(axes, [*rates])
+        axes.set(xlabel="micro-batch, samples", ylabel=label, ylim=(0, None))
     figure.legend(*rate.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 

@@ -269,8 +269,8 @@ def test_the_search_leaves_model_and_optimizer_alone_and_steps_in_parts_are_thos
     for name, tensor in after.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert not after.optimizer.state and torch.equal(torch.get_rng_state(), random)
-    assert [*after.took_s] == [1, 3, 6, 12] and after.twin[1].state
-    fast = [size for size, seconds in after.took_s.items() if seconds < 1.03 * min(after.took_s.values())]
+    assert [*after.took] == [1, 3, 6, 12] and after.twin[1].state
+    fast = [size for size, seconds in after.took.items() if seconds < 1.03 * min(after.took.values())]
     assert after.micro_batch == max(fast)
     ends = []
     for size in (after.micro_batch, 5, 12):
@@ -634,7 +634,7 @@ def too_large():
     layers = torch.nn.Linear(8, 1 << 20), torch.nn.ReLU(), torch.nn.Linear(1 << 20, 4)
     names = script(torch.nn.Sequential(*layers).cuda(), rows())
     names |= {"inputs": torch.randn(64, 8, device="cuda"), "targets": torch.arange(64, device="cuda") % 4}
-    return [*paste("20", **names).took_s]
+    return [*paste("20", **names).took]
 
 
 @pytest.mark.slow
