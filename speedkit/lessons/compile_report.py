@@ -1,4 +1,4 @@
-"""What torch.compile did: graphs and where they ended early, recompilations and their reasons, seconds, cache hits."""
+"""What torch.compile did: graphs and where they ended early, recompilations and their reasons."""
 
 import copy
 import time
@@ -15,11 +15,9 @@ class CompileReport(NamedTuple):
     """What was compiled in a stretch of time."""
 
     graphs: int  # handed to a compiler, each with its backward pass
-    seconds: float  # spent on that
     breaks: tuple[str, ...]  # where a graph ended early, and why
     recompiles: tuple[str, ...]  # what was no longer as it was compiled for
     uncompiled: tuple[str, ...]  # what could not be compiled, or not once more, and why
-    cache_hits: int  # graphs, forward and backward, whose code was found on disk
 
 
 class Compilations:
@@ -34,16 +32,14 @@ class Compilations:
     def report(self) -> CompileReport:
         """Return what was compiled since this object was made."""
         events = [e for e in self.dynamo.get_compilation_metrics() if (e.start_time_us or 0) >= self.began_us]
-        stats, cache = (self.dynamo.counters[name] - self.counters[name] for name in ("stats", "inductor"))
+        stats = self.dynamo.counters["stats"] - self.counters["stats"]
         again = [(event.co_name, event.recompile_reason) for event in events if event.recompile_reason]
         return CompileReport(
             graphs=stats["unique_graphs"],
-            seconds=sum(event.duration_us or 0 for event in events) / 1e6,
             breaks=tuple(_place(graph_break) for graph_break in self.dynamo.graph_break_reasons[self.breaks :]),
             # Guards of a model that is gone are no reason of the next one's.
             recompiles=tuple(f"{name}: {_first_line(why)}" for name, why in again if "deallocated" not in why),
             uncompiled=tuple(_first_line(event.fail_reason or "") for event in events if event.fail_type),
-            cache_hits=cache["fxgraph_cache_hit"],
         )
 
 

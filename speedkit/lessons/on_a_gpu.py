@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GPUS = {"H100": "sm_90", "T4": "sm_75"}
 UNITS = {
-    "memory": ("MB (counted)", 1e-6),
+    "memory": (f"MB (counted; typical error {ERRORS['memory']}x)", 1e-6),
     "kernels": ("kernels (counted)", 1),
     "seconds_by_kind": ("ms (predicted)", 1e3),
 }
@@ -92,11 +92,11 @@ def parts(run: NotebookRun, workload: str, *plans: str, of: str = "kernels", gpu
             other = f"≤ {min(known.values())}"
         for row in rows:
             row[plan] = factor * known[row[unit]] if row[unit] in known else other
+            if of == "memory":
+                row[plan] = round(row[plan])
     if of == "seconds_by_kind":
         rows = [row for row in rows if any(row[plan] for plan in plans)]  # of nets that have it
         rows.append({unit: FACTOR} | {plan: steps[plan]["typical_error"] for plan in plans})
-    if of == "memory":
-        rows.append({unit: FACTOR} | dict.fromkeys(plans, ERRORS["memory"]))
     return run.table(f"{workload}, {gpu}: {unit}", rows).round(2)
 
 

@@ -61,20 +61,21 @@ def narrowing(intervals: Mapping[int, Sequence[float]], truth: float, *, title: 
 
 
 @style.context(STYLE)
-def queue(launches: Spans, waits: Spans, kernels: Spans, *, title: str) -> Figure:
-    """Return what host and GPU do over time: the start and length [µs] of each launch, wait and kernel.
+def queue(launches: Spans, waits: Spans, kernels: Spans, *, title: str, other: Spans = ()) -> Figure:
+    """Return what host and GPU do over time: the start and length [µs] of each launch, wait, kernel and `other` work.
 
     A step has four kernels.
     """
     figure, axes = new_figure(2.2, ["host", "GPU"])
     for y, spans, colour, name in (
-        (0, launches, ORANGE, "the host queues a kernel"),
-        (0, waits, GREY, "a read: the host waits, the GPU works"),
-        (1, kernels, BLUE, "a kernel at work"),
+        (0, other, GREEN, "host: other work"),
+        (0, launches, ORANGE, "queues a kernel"),
+        (0, waits, GREY, "waits for a read"),
+        (1, kernels, BLUE, "GPU: a kernel"),
     ):
-        axes.broken_barh(spans, (y - 0.35, 0.7), facecolor=colour, edgecolor="white", label=name)
+        axes.broken_barh(spans, (y - 0.35, 0.7), facecolor=colour, edgecolor="white", linewidth=0.5, label=name)
     gaps = [(sum(one), other[0] - sum(one)) for one, other in pairwise(kernels) if other[0] > sum(one)]
-    axes.broken_barh(gaps, (0.65, 0.7), facecolor="white", edgecolor=INK, hatch="////", label="the GPU waits")
+    axes.broken_barh(gaps, (0.65, 0.7), facecolor="white", edgecolor=INK, hatch="////", label="waits")
     for number, kernel in enumerate(kernels[::4], 1):
         axes.text(kernel[0], 0.62, f"step {number}")
     axes.set(xlim=(0, None), xlabel="µs")

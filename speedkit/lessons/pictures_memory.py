@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from speedkit.lab.figures import BLUE, GREEN, GREY, INK, ON_ALL, ORANGE, STYLE, add_caption, new_figure, write_beside
 from speedkit.lessons.pictures_courses import count_in_powers, side_by_side
 
+NETS = {"image": "convolutional net", "text": "transformer"}
+
 
 @style.context(STYLE)
 def memory_passes(operations: Sequence[tuple[str, int]]) -> Figure:
@@ -67,7 +69,7 @@ def trade(rows: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """
     first = {row["net"]: row for row in reversed(rows)}
     changed = [row for row in rows if row is not first[row["net"]]]
-    figure, axes = new_figure(0.7 * len(changed) + 1.5, [f"{row['net']}, {row['checkpointing']}" for row in changed])
+    figure, axes = new_figure(0.7 * len(changed) + 1.5, [f"{NETS[row['net']]}\n{row['mode']}" for row in changed])
     bars = (
         (-0.27, "kept_bytes", 1e6, "MB kept", BLUE),
         (0.0, "peak_bytes", 1e6, "MB peak", GREY),

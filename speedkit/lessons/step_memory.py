@@ -8,7 +8,7 @@ import torch
 from speedkit.plan import Plan
 from speedkit.recipe import Recipe
 from speedkit.train import memory
-from speedkit.train.batches import next_batch
+from speedkit.train.batches import micro_batches, next_batch
 from speedkit.train.loop import train
 from speedkit.train.setup import setup_run
 from speedkit.workload import Workload
@@ -19,7 +19,7 @@ MIB = 1 << 20
 def memory_of(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, int]:
     """Return the bytes of weights with their gradients, optimizer and activations of a step, and its peak beside them.
 
-    `kept_bytes` are the activations that wait for the backward pass.
+    `kept_bytes` are the activations of a micro-batch, which wait for its backward pass.
     """
     training = setup_run(workload, recipe, plan, endless=True, progress=False)
     training.position.batch = batch = next_batch(training)
@@ -31,8 +31,9 @@ def memory_of(workload: Workload, recipe: Recipe, plan: Plan) -> dict[str, int]:
 
     def loss() -> Any:
         with training.learner.precision.context:
-            return workload.loss(training.learner.model.train(), batch, recipe)[0]
+            return workload.loss(training.learner.model.train(), part, recipe)[0]
 
+    part, _ = micro_batches(training, batch)[0]
     kept = activation_bytes(loss, training.device)
     peak = memory.peak_bytes(lambda: next(steps), training.device)
     training.close()
