@@ -15,9 +15,10 @@ def each_us(parts: Mapping[str, Callable[[], Any]], items: int) -> dict[str, flo
 
 
 def milliseconds(*rows: Mapping[str, Any]) -> dict[str, float]:
-    """Return the median time of each side that was timed in these rows of `measurements`, by the side's name."""
-    seconds = {row[side]: row[f"seconds_{side}"] for row in rows for side in "ab"}
-    return {f"{name}, ms": 1e3 * statistics.median(turns) for name, turns in seconds.items()}
+    """Return the median time of A, which all these rows of `measurements` have, and by its ratio that of each B."""
+    first = rows[0]
+    a_ms = 1e3 * statistics.median(first["seconds_a"])
+    return {f"{first['a']}, ms": a_ms} | {f"{row['b']}, ms": a_ms / row["ratio"] for row in rows}
 
 
 def payback(build_s: float, row: Comparison, steps: int) -> tuple[list[float], dict[str, Any]]:

@@ -43,15 +43,19 @@ def tried(
 ) -> Figure:
     """Return rate [samples/s] and a step's memory [bytes] by micro-batch; the chosen one and 3 % are marked.
 
-    The dashed line is fitted by least squares to the seconds per sample: a fixed cost of each pass, and one per sample.
+    The dashed line is fitted by least squares to the seconds per sample, up to the fastest size: a fixed cost of each
+    pass, and one per sample.
     """
     figure, (rate, memory) = side_by_side(title, 1, 1)
     best = max(rates.values())
-    fixed_s, each_s = linear_regression([1 / size for size in rates], [1 / each for each in rates.values()])
+    fitted = [*rates][: max(2, 1 + [*rates.values()].index(best))]
+    fixed_s, each_s = linear_regression([1 / size for size in fitted], [1 / rates[size] for size in fitted])
     fit = [size / (fixed_s + size * each_s) for size in rates]
     rate.axhspan(0.97 * best, best, color=GREY, alpha=0.3, label="within 3 % of the best")
     rate.plot([*rates], [*rates.values()], "o-", color=BLUE, label="measured")
-    rate.plot([*rates], fit, "--", color=INK, label=f"fit: {1e3 * fixed_s:.2g} ms a pass, {1e3 * each_s:.2g} a sample")
+    rate.plot(
+        [*rates], fit, "--", color=INK, label=f"fit: {1e3 * fixed_s:.2g} ms a pass, {1e3 * each_s:.2g} ms a sample"
+    )
     memory.plot([*rates], [peak_bytes[size] / 1e6 for size in rates], "o-", color=ORANGE)
     for axes, label in ((rate, f"{unit}/s: higher is faster"), (memory, "MB that a step takes")):
         axes.axvline(chosen, color=GREEN, linewidth=2, label=f"chosen: {chosen}")
